@@ -116,8 +116,9 @@ class Positions:
         """
         if cache is not None:
             return [(None, self.rotary(cache.positions, cache.tokens))] * count
-        positions = None if batch is None else batch.positions
-        return [(self.mask(batch), self.rotary(positions))] * count
+        if batch is None:
+            return [(self.mask(None), self.rotary(None))] * count
+        return [(self.mask(batch), self.rotary(batch.positions, batch.length))] * count
 
     def _query_places(self, length: int) -> Tensor | None:
         """Return the places of this rank's queries in a sample of `length` tokens; None: all."""

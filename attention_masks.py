@@ -64,7 +64,7 @@ def range_mask(
 ) -> Mask:
     """Return the mask with which token q sees the tokens starts[q] to stops[q] - 1.
 
-    Called for each micro-batch whose samples say what each token sees. starts, stops: (b, s).
+    Called once per micro-batch, for packed documents or prefixes. starts, stops: (b, s).
     slopes: ALiBi's slopes of the local heads, (a,), or None; the scores fall with the distance in
     both directions. dtype: the type of a bias. places: the positions of the tokens whose queries
     are on this rank, (q,), in any order; None: all tokens.

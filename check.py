@@ -14,7 +14,7 @@ All of train.py's options are taken, and these:
     --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
                       --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
-    --cuda            on this machine's GPUs, in bf16, with bounds of bf16; not tried on several GPUs
+    --cuda            on this machine's GPUs, in bf16, with its bounds; not tried on several GPUs
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
@@ -45,8 +45,8 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 from config import errors  # imported first: it prints an error if Python is too old
 
 with errors.installed():
-    from check.layouts import cover, ranks_of, read, some, to_resume
-    from check.shrink import shrink
+    from checker.layouts import cover, ranks_of, read, some, to_resume
+    from checker.shrink import shrink
     from config import validation
     from config.cli import Parser
     from config.command_line import SHAPE, Request, parse_request
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     Raise UserError if an option is wrong; torch is imported after that.
     """
     if "--cluster" in arguments:
-        from check.cluster import main as check_cluster  # for the ranks of a launcher
+        from checker.cluster import main as check_cluster  # for the ranks of a launcher
 
         return check_cluster(arguments)
     given, train_arguments = _parser().parse_known_args(arguments)
@@ -108,8 +108,8 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
     began = time.monotonic()
     local_ranks.prepare()
     with errors.installed():
-        from check.engine import Engine
-        from check.report import WIDTH, line, verdict
+        from checker.engine import Engine
+        from checker.report import WIDTH, line, verdict
 
     until = began + 60.0 * given.minutes if given.minutes else None
     at_once = given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
@@ -145,12 +145,12 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
 
 def _check_random(given: Namespace, ranks: int, seed: int) -> int:
     """Check runs drawn at random, print those that differ, and return the exit status."""
-    from check.drawn import drawn
+    from checker.drawn import drawn
 
     local_ranks.prepare()
     with errors.installed():
-        from check.engine import Engine
-        from check.report import line, verdict
+        from checker.engine import Engine
+        from checker.report import line, verdict
 
     began = time.monotonic()
     at_once = given.at_once or max(2, len(allowed_cores()) // 2)

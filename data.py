@@ -29,6 +29,7 @@ from corpora.corpus_splits import Corpora, eval_sets
 from corpora.objectives import NO_TARGET, Objective, Readable
 from corpora.prefetch import Prefetcher
 from corpora.sample_order import SPLITS, TextSpan
+from corpora.streams import Staged
 from distributed.collectives import Group
 
 
@@ -136,6 +137,19 @@ def build(config: Config) -> Splits:
     return replace(splits, eval_sets=sets, notes=splits.notes + notes)
 
 
+def _staged(config: Config, corpora: Corpora | None) -> Staged:
+    """Return the train samples of a run with stages; corpora: None if all tokens are random."""
+    stages = config.stages
+    found = corpora.staged() if corpora else (None,) * len(stages)
+    parts = []
+    for stage, part in zip(stages, found):
+        random = Synthetic(config.model.vocab_size, stage.length, config.training.seed)
+        parts.append(part or random)
+    begins = [stage.samples for stage in stages]
+    lengths = [stage.length for stage in stages]
+    return Staged(begins, lengths, parts, config.total_samples)
+
+
 def _synthetic_splits(config: Config) -> Splits:
     """Return splits of random tokens, for --data synthetic: one stream of them for each split.
 
@@ -146,9 +160,10 @@ def _synthetic_splits(config: Config) -> Splits:
     train, validation, test = (
         Synthetic(model.vocab_size, model.seq_length, seed, stream) for stream in range(3)
     )
+    samples: Samples = _staged(config, None) if config.stages else train
     if not config.data.eval_samples:
-        return Splits(train, None, None)
-    return Splits(train, validation, test)
+        return Splits(samples, None, None)
+    return Splits(samples, validation, test)
 
 
 def _corpus_splits(config: Config) -> Splits:
@@ -158,7 +173,11 @@ def _corpus_splits(config: Config) -> Splits:
     """
     eval_samples = config.data.eval_samples
     corpora = Corpora(config)
-    train = corpora.split(SPLITS.index("train"), config.ordered)
+    train: Samples
+    if config.stages:
+        train = _staged(config, corpora)
+    else:
+        train = corpora.split(SPLITS.index("train"), config.ordered)
     source = corpora.describe()
     epoch_tokens = corpora.epoch_tokens()
     if not eval_samples:
@@ -178,8 +197,10 @@ class Batch:
     labels: the token after each of `tokens`, or a negative number if it does not count in the loss.
     count: the number of labels that count in the loss. starts, stops: token q sees the tokens
     starts[q] to stops[q] - 1; positions: each token's position in its document. These three are
-    None unless an option needs them (corpora/objectives.py). cp: the ranks that share each sample's
-    tokens. whole_labels: the labels of all of them, if there are several.
+    None unless an option needs them (corpora/objectives.py). rows: for each label the number of the
+    continuation that it belongs to, if a pass scores continuations (scoring.py). length: the most
+    tokens of a text in the micro-batch; None: those of a sample. cp: the ranks that share each
+    sample's tokens. whole_labels: the labels of all of them, if there are several.
     """
 
     tokens: Tensor
@@ -188,6 +209,8 @@ class Batch:
     starts: Tensor | None = None
     stops: Tensor | None = None
     positions: Tensor | None = None
+    rows: Tensor | None = None
+    length: int | None = None
     cp: Group = field(default_factory=Group)
     whole_labels: Tensor | None = None
 
@@ -228,7 +251,8 @@ class Batch:
         }
         if cp.size > 1:
             fields["whole_labels"] = fields["labels"]
-        for name in {"tokens", "labels", "positions"} & set(fields):  # None is not in `fields`
+        # None is not in `fields`.
+        for name in {"tokens", "labels", "positions", "rows"} & set(fields):
             fields[name] = cp.balanced_shard(fields[name], 1)
         if fields["labels"].shape != self.labels.shape:  # cp > 1: this rank has fewer targets
             # Counted on the host, because reading a count from the device would wait for it.
@@ -354,7 +378,8 @@ class MicroBatches:
             reader.prefetcher.go_on(samples, first_sample, self._upcoming())
             self.reading = True
         rows = reader.prefetcher.take(samples, first_sample)
-        batch = Batch(count=rows.targets, **rows.tensors)
+        tensors: dict[str, Any] = rows.tensors
+        batch = Batch(count=rows.targets, **tensors)
         if self.evaluated is not None:  # the last micro-batch may go beyond the evaluated samples
             batch = batch.first(self.evaluated - first_sample)  # the labels after them do not count
         # The tensors of `rows`, in pinned host memory, are freed when this method returns, while
@@ -372,7 +397,7 @@ class MicroBatches:
 
         The prefetcher reads the micro-batches in this order. In an evaluation the order ends with
         the last evaluated sample. In training it goes on with all later global batches, without the
-        batches that --skip-samples passes over. It never ends: the prefetcher takes what it needs.
+        batches that --skip-samples skips. It never ends: the prefetcher takes what it needs.
         """
         layout = self.reader.layout
         config = self.config

@@ -139,7 +139,7 @@ class LocalPositions:
         decoding; then the masks come from there.
         """
         positions = None if batch is None else batch.positions
-        length = None
+        length = None if batch is None else batch.length
         if cache is not None:
             positions = cache.positions
             length = cache.tokens

@@ -1,17 +1,22 @@
 """The cross-entropy of every token, if the vocabulary is split over n ranks; logits stay local.
 
     cross_entropy(logits, labels, tp, spec)     split over tensor ranks, differentiable; for Head
+    token_scores(logits, labels, tp, spec)      the losses, and which labels are the likeliest
     x = with_loss(x, term, factory)             adds a term to the loss, in any layer
 
-    loss of a token = log(sum over all ranks' columns of exp(logit - m)) + m - its label's logit
-                      with m the token's largest logit; the gradient is softmax - one-hot
+    log Z  of a token = log(sum over all ranks' columns of exp(logit - m)) + m
+                        with m the token's largest logit
+    loss   = log Z - its label's logit; the gradient is softmax - one-hot
+    z-loss = coefficient * (log Z)^2, with --z-loss; the gradient is 2 coefficient log Z softmax
 
+The z-loss keeps log Z near 0, so that the logits do not drift (PaLM, arXiv 2204.02311, section 5).
 A label is the number of the right next token. one-hot is 1 in the label's column, else 0. Shapes: s
 sequence, b samples, V/n this rank's columns. The loss is computed in fp32 at least, a few rows at a
 time, without a copy of all logits. There are two cases: in `of`, exp(logit - m) overwrites fp32
 logits, with m the largest logit on this rank; 16-bit logits are kept, because their exponentials
 would lose precision, and exponentiated again in the backward pass. In both cases the gradient
-overwrites the memory of the logits.
+overwrites the memory of the logits. The z-loss takes no further pass over the logits: it changes
+the factor by which the softmax is multiplied.
 """
 
 from collections.abc import Callable
@@ -29,9 +34,10 @@ class _CrossEntropy(torch.autograd.Function):
     """Cross-entropy for a vocabulary split over tp, with one all-gather of 3 numbers a token."""
 
     @staticmethod
-    def forward(ctx, logits, labels, tp, spec, fused):
+    def forward(ctx, logits, labels, tp, spec, fused, z_loss):
         """Return the loss of each token, (s, b), for logits (s, b, V/tp) and labels (s, b).
 
+        With z_loss, the coefficient of the z-loss, return both losses of each token, (2, s, b).
         Each tensor rank computes sums over its columns, and the all-gather gives every rank the
         sums of all ranks.
         """
@@ -39,16 +45,25 @@ class _CrossEntropy(torch.autograd.Function):
         sums = local_loss.sums
         sums_of_ranks = sums.new_empty(tp.size, *sums.shape)
         tp.at_once.all_gather(sums_of_ranks, sums).wait()
-        losses, ctx.share = local_loss.losses(sums_of_ranks)
+        losses, log_z, ctx.share = local_loss.losses(sums_of_ranks)
         ctx.local_loss = local_loss
-        return losses
+        ctx.z_slopes = None
+        if not z_loss:
+            return losses
+        z_losses = (z_loss * log_z.square()).masked_fill_(~local_loss.targets, 0.0)
+        ctx.z_slopes = log_z.mul_(2 * z_loss)  # derivative of a token's z-loss by its log Z, (s, b)
+        return torch.stack([losses, z_losses])
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradient for the logits; grad: the gradient of each token's loss, (s, b)."""
+        """Return the gradient for the logits; grad: the gradient of what `forward` returned."""
         local_loss = ctx.local_loss
         ctx.local_loss = None  # so that the logits, which it holds, are freed with the gradient
-        return local_loss.gradient(ctx.share, grad), None, None, None, None
+        z_weight = None
+        if ctx.z_slopes is not None:
+            grad, z_weight = grad[0], grad[1] * ctx.z_slopes
+        gradient = local_loss.gradient(ctx.share, grad, z_weight)
+        return gradient, None, None, None, None, None
 
 
 def cross_entropy(
@@ -57,15 +72,39 @@ def cross_entropy(
     tp: Group,
     spec: ParamSpec,
     fused: bool = False,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the loss of every token, (s, b), fp32 at least.
 
     logits: (s, b, V/tp), this rank's columns. labels: (s, b); a token whose label is below 0 has
     loss 0. spec: the spec of the output matrix, which says the rows of the vocabulary that this
-    rank has. fused: use kernels of torch.compile (--compile). The losses and the gradient overwrite
-    the logits, so the backward pass may run only once.
+    rank has. fused: use kernels of torch.compile (--compile). z_loss: the coefficient of the
+    z-loss; above 0 the result is (2, s, b), the losses and the z-losses of the tokens. The losses
+    and the gradient overwrite the logits, so the backward pass may run only once.
     """
-    return _CrossEntropy.apply(logits, labels, tp, spec, fused)
+    return _CrossEntropy.apply(logits, labels, tp, spec, fused, z_loss)
+
+
+@torch.no_grad()
+def token_scores(
+    logits: Tensor,
+    labels: Tensor,
+    tp: Group,
+    spec: ParamSpec,
+    fused: bool = False,
+) -> Tensor:
+    """Return each token's loss, and 1 if its label has the largest logit, else 0: (2, s, b).
+
+    The arguments are those of `cross_entropy`, and logits are overwritten too. A label that shares
+    the largest logit has it.
+    """
+    local_loss = LocalLoss.of(logits, labels, spec, fused)
+    sums = local_loss.sums
+    sums_of_ranks = sums.new_empty(tp.size, *sums.shape)
+    tp.at_once.all_gather(sums_of_ranks, sums).wait()
+    losses, _, _ = local_loss.losses(sums_of_ranks)
+    largest, _, label_logits = sums_of_ranks.unbind(1)
+    return torch.stack([losses, (label_logits.sum(0) >= largest.amax(0)).to(losses.dtype)])
 
 
 class LocalLoss(NamedTuple):
@@ -116,8 +155,8 @@ class LocalLoss(NamedTuple):
         sums = torch.stack([largest, total, label_logit])
         return cls(logits, columns, absent, labels >= 0, fused, sums)
 
-    def losses(self, sums_of_ranks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens' losses (s, b) and the factor (s, b) that `gradient` needs.
+    def losses(self, sums_of_ranks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens' losses, log Z, and the factor that `gradient` needs: (s, b) each.
 
         The factor turns this rank's exponentials into softmax probabilities. sums_of_ranks: the
         `sums` of all n ranks, (n, 3, s, b).
@@ -127,27 +166,33 @@ class LocalLoss(NamedTuple):
         # Each rank's sum is relative to its own largest logit: make all relative to the largest.
         total = (totals * (largest_of_ranks - largest).exp_()).sum(0)
         label_logit = label_logits.sum(0)  # 0 on all ranks but that of the label's column
-        losses = (total.log() + largest - label_logit).masked_fill_(~self.targets, 0.0)
+        log_z = total.log() + largest
+        losses = (log_z - label_logit).masked_fill_(~self.targets, 0.0)
         # softmax = exp(logit - largest_here) * factor, with the factor that is returned here:
         # exp(largest_here - largest) / total.
         largest_here = self.sums[0]  # on this rank
-        return losses, (largest_here - largest).exp_().div_(total)
+        return losses, log_z, (largest_here - largest).exp_().div_(total)
 
-    def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
+    def gradient(
+        self, share: Tensor, weight: Tensor | float, z_weight: Tensor | None = None
+    ) -> Tensor:
         """Return the gradient of the loss for the logits, times each token's weight: (s, b, V/n).
 
         share: the factor (s, b) that `losses` returns. weight: (s, b) or a number; a token that is
-        no target gets 0. The gradient overwrites the logits' memory, so this may be called only
-        once: first the label's element is read, then all elements are multiplied, and at last the
-        label's element is written again, less its one-hot.
+        no target gets 0. z_weight, (s, b): what the z-loss adds to the softmax's weight. The
+        gradient overwrites the logits' memory, so this may be called only once: first the label's
+        element is read, then all elements are multiplied, and at last the label's element is
+        written again, less its one-hot.
         """
         logits = self.logits
         largest = self.sums[0]  # each token's largest logit on this rank, (s, b)
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
-        # The gradient of the logits is weight * softmax, minus the weight at the label (`one_hot`).
-        # Because softmax is exponential * share, the first term is exponential * scale.
-        scale = share * weight
+        # The gradient of the logits is (weight + z_weight) * softmax, minus the weight at the label
+        # (`one_hot`). As softmax is exponential * share, the first term is exponential * scale.
         one_hot = weight.masked_fill(self.absent, 0.0)
+        scale = share * weight
+        if z_weight is not None:
+            scale += share * z_weight.masked_fill(~self.targets, 0.0)
         at_label = logits.gather(-1, self.columns)[..., 0]  # in the column of the token's label
         function = _scale
         if logits.dtype != largest.dtype:  # 16-bit logits are not exponentiated yet

@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
+from config.block_attention import BlockAttention
 from config.errors import UserError
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
 from experts import ExpertMLP
 from latent_attention import LatentAttention
-from loss import cross_entropy
+from loss import cross_entropy, token_scores
 from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear, recompute
 from schedules.partition import StageSpec
 
@@ -351,10 +352,19 @@ class Head(nn.Module):
     """
 
     def __init__(
-        self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
+        self,
+        factory: ParamFactory,
+        model: ModelShape,
+        padded: int,
+        embedding: Embedding | None,
+        z_loss: float = 0.0,
     ):
-        """Make final norm and output matrix (`padded` rows). embedding: this rank's, if any."""
+        """Make final norm and output matrix (`padded` rows).
+
+        embedding: this rank's, if any. z_loss: the coefficient of --z-loss.
+        """
         super().__init__()
+        self.z_loss = z_loss
         self.factory = factory
         self.shared = False  # whether the embedding uses this matrix too
         self.softcap = model.logit_softcap  # 0: none
@@ -382,17 +392,34 @@ class Head(nn.Module):
         return (logits / self.softcap).tanh() * self.softcap
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s)."""
+        """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s).
+
+        In training with --z-loss the result has the z-loss of each token too: (2, s, b).
+        """
+        factory = self.factory
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
+        logits = self.logits(x)
+        tp = factory.mesh.tp
+        return cross_entropy(logits, labels.t(), tp, self.spec, factory.compile, z_loss)
+
+    def scores(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return each token's loss, and 1 if its label is the likeliest token, else 0: (2, s, b).
+
+        x: (s, b, h). labels: (b, s).
+        """
         factory = self.factory
         logits = self.logits(x)
-        return cross_entropy(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
+        return token_scores(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
 
 
 def _positions(
-    factory: ParamFactory, model: ModelShape, spec: StageSpec, micro_batch: int, masked: bool
+    factory: ParamFactory,
+    model: ModelShape,
+    blocks: list[BlockAttention],
+    micro_batch: int,
+    masked: bool,
 ) -> "Positions | LocalPositions":
-    """Return the masks and rotary tables of a stage's blocks."""
-    blocks = [model.attention_of(spec.first + n) for n in range(spec.blocks)]
+    """Return the masks and rotary tables of a stage's blocks, for samples of model.seq_length."""
     positions = Positions(factory, model, micro_batch, masked, blocks[0])
     if blocks[0].is_plain and all(block == blocks[0] for block in blocks):
         return positions
@@ -412,9 +439,11 @@ class Stage(nn.Module):
         spec: StageSpec,
         first: "Stage | None" = None,
         masked: bool = False,
+        z_loss: float = 0.0,
     ):
         """Make the parts that `spec` names. first: the pipeline's first stage, if this rank holds
-        it beside this stage. masked: whether each batch says which tokens each token sees.
+        it beside this stage. masked: whether each batch says which tokens each token sees. z_loss:
+        the coefficient of --z-loss.
 
         The parameters are those that its layers make: they may be others than the options describe
         (config/tensors.py). Raise UserError if one of them cannot be split, saved or updated.
@@ -430,14 +459,35 @@ class Stage(nn.Module):
         self.head: Head | None = None
         if spec.head:
             embedding_stage = self if first is None else first  # has the matrix of a tied head
-            self.head = Head(factory, model, padded, embedding_stage.embedding)
+            self.head = Head(factory, model, padded, embedding_stage.embedding, z_loss)
         if self.head is not None and first is not None and model.tied:
             self.head.weight.passes = 2  # the number of gradients in each micro-batch
         self.positions: Positions | LocalPositions | None = None
         if spec.blocks:
-            self.positions = _positions(factory, model, spec, layout.micro_batch_size, masked)
+            # The blocks' attention is that of the longest samples, also for shorter ones.
+            of_blocks = [model.attention_of(spec.first + n) for n in range(spec.blocks)]
+            self._make_positions = functools.partial(
+                _positions,
+                factory,
+                blocks=of_blocks,
+                micro_batch=layout.micro_batch_size,
+                masked=masked,
+            )
+            self._positions_of: dict[int, Positions | LocalPositions] = {}  # by seq_length
+            self.set_length(model)
         self.reads_tokens = any(getattr(layer, "reads_tokens", False) for layer in self.modules())
         check_parameters(self)
+
+    def set_length(self, model: ModelShape) -> None:
+        """Take samples of the model's seq_length from now on: with masks and tables for them.
+
+        model: the model of this stage, with another seq_length.
+        """
+        if not self.spec.blocks:
+            return
+        if model.seq_length not in self._positions_of:
+            self._positions_of[model.seq_length] = self._make_positions(model=model)
+        self.positions = self._positions_of[model.seq_length]
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
         """Make this stage's blocks; the layout says how many, from the first on, recompute."""
@@ -454,10 +504,11 @@ class Stage(nn.Module):
     ) -> Tensor:
         """Return the stage's output for x: tokens (b, s) on the first stage, else activations.
 
-        The output is activations, (s, b, h), or on the last stage the sum of the targets' losses.
+        The output is activations, (s, b, h), or on the last stage the sum of the targets' losses;
+        in training with --z-loss, (2,), that sum and the sum of their z-losses.
         The last stage needs the batch, and with masks every stage does. With a cache (decoding), x
         belongs to the tokens after the cached tokens, and the last stage returns this rank's logits
-        of the next token: (b, V/tp).
+        of the next token: (b, V/tp). If continuations are scored, it returns Head.scores.
         """
         x = self.hidden_states(x, batch, cache)
         if self.head is None:  # not the last stage
@@ -467,7 +518,10 @@ class Stage(nn.Module):
             return self.head.logits(last_token)[0]
         if batch is None:  # without labels: the last block's output
             return x
-        return self.head(x, batch.labels).sum()
+        if batch.rows is not None:
+            return self.head.scores(x, batch.labels)
+        losses = self.head(x, batch.labels)
+        return losses.sum() if losses.dim() == 2 else losses.sum((1, 2))
 
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None

@@ -308,7 +308,7 @@ def _to_normal(bits: Tensor) -> Tensor:
 
 
 class DeferredGradients:
-    """Computations of weight gradients that a backward pass puts off until the schedule's pass W.
+    """Weight gradients deferred by a backward pass until the schedule's pass W.
 
     In a split schedule (arXiv 2401.10241) a linear layer's backward computes the gradient of its
     input alone (pass B), and adds to this list a function that computes the weights' gradients (W).
@@ -318,12 +318,12 @@ class DeferredGradients:
         self._computations: list[Callable[[], None]] = []
 
     def add(self, compute: Callable[[], None]) -> None:
-        """Put off `compute`, which adds the gradients of a layer's weights; called in pass B."""
+        """Defer `compute`, which adds the gradients of a layer's weights; called in pass B."""
         self._computations.append(compute)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
         """Do pass B of a stage: run autograd from `output`, whose gradient is `grad`. Return the
-        function that does pass W: it runs what the layers have put off in this pass B.
+        function that does pass W: it runs what the layers have deferred in this pass B.
         """
         torch.autograd.backward(output, grad)
         computations = self._computations

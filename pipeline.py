@@ -54,15 +54,21 @@ class Pipeline:
         self._model = config.model
         self._layout = config.layout
         self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
-        ranks_of_sequence = config.layout.cp  # ranks among which a sample's tokens are divided
-        if config.layout.sequence_parallel:
-            ranks_of_sequence *= config.layout.tp
-        local_length = config.model.seq_length // ranks_of_sequence
-        self.shape = (local_length, config.layout.micro_batch_size, config.model.hidden)  # s b h
+        self.set_length(config.model.seq_length)
+        # The shape of a micro-batch's sum of losses in training: with --z-loss there are two.
+        self.losses = (2,) if config.training.z_loss else ()
         self.sending: list[Handle] = []  # sends that the last `run` did not wait for
         self.last_rank = placement(config.layout)[-1]  # pipeline rank that holds the last stage
         # Schedule.rank_of, the ranks of the stages, of schedules whose ranks have been connected.
         self._connected: set[tuple[int, ...]] = set()
+
+    def set_length(self, length: int) -> None:
+        """Send and receive activations of samples of `length` tokens from now on."""
+        ranks_of_sequence = self._layout.cp  # ranks among which a sample's tokens are divided
+        if self._layout.sequence_parallel:
+            ranks_of_sequence *= self._layout.tp
+        local_length = length // ranks_of_sequence
+        self.shape = (local_length, self._layout.micro_batch_size, self._model.hidden)  # s b h
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the layout's schedule for this number of micro-batches; cache the last result."""
@@ -74,9 +80,10 @@ class Pipeline:
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
         """Run the forward and backward passes of one step on this rank.
 
-        Return the sum of losses (a scalar) and the number of targets of the replica on the rank
-        that holds the last stage and is first in its tensor group; 0 and 0 on all other ranks. The
-        loss is multiplied by `loss_weight` for the gradients; Optimizer.begin_step returns it.
+        Return the sum of losses (a scalar; with --z-loss, (2,), also the sum of z-losses) and the
+        number of targets of the replica on the rank that holds the last stage and is first in its
+        tensor group; 0 and 0 on all other ranks. The losses are multiplied by `loss_weight` for the
+        gradients; Optimizer.begin_step returns it.
         """
         return self.run(self.schedule(micro_batches), batches, loss_weight)
 
@@ -88,6 +95,17 @@ class Pipeline:
         the last stage and is first in its tensor group; 0 and 0 on all other ranks.
         """
         return self.run(evaluation_of_layout(self._layout, micro_batches), batches)
+
+    @torch.no_grad()
+    def score(
+        self, batches: Batches, micro_batches: int, take: Callable[[Batch, Tensor], None]
+    ) -> None:
+        """Run the forward passes of micro-batches whose continuations are scored.
+
+        take: called with each micro-batch and its Head.scores, on the ranks of the last stage.
+        """
+        schedule = evaluation_of_layout(self._layout, micro_batches)
+        self._execute(Scoring(self, schedule, batches, take))
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
@@ -123,16 +141,21 @@ class Pipeline:
         self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0
     ) -> tuple[Tensor, int]:
         """Do this rank's actions of a schedule in order; return what `train` returns."""
-        if schedule.rank_of not in self._connected:
-            self._connect(schedule.rank_of)
-        self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
-        for _ in execution:
-            continue  # each turn of the iterator does one action
+        self._execute(execution)
         # All ranks of a tensor group have the same loss. The caller sums over ranks: one counts it.
         if self.mesh.tp.rank > 0:
             return torch.zeros_like(execution.loss), 0
         return execution.loss, execution.targets
+
+    def _execute(self, execution: "Execution") -> None:
+        """Do all actions of an execution."""
+        rank_of = execution.schedule.rank_of
+        if rank_of not in self._connected:
+            self._connect(rank_of)
+        self.finish_sending()
+        for _ in execution:
+            continue  # each turn of the iterator does one action
 
     def finish_sending(self) -> None:
         """Wait for the sends that the last `run` left unfinished; called before the next `run`.
@@ -169,8 +192,9 @@ class Pipeline:
 class Execution:
     """One run of a rank's list of actions, with its messages and kept activations.
 
-    An iteration over the execution does the actions. loss: the sum of the losses so far, float64;
-    targets: the number of targets in that sum.
+    An iteration over the execution does the actions. loss: the sum of the losses so far, float64,
+    in training with --z-loss also that of the z-losses, (2,); targets: the number of targets in
+    that sum.
     """
 
     def __init__(
@@ -189,8 +213,10 @@ class Execution:
         self.rank = pipeline.mesh.pp.rank
         self.actions = schedule.ranks[self.rank]
         self.batches = batches
+        self.masked = pipeline.masked  # whether every stage reads the micro-batch
         self.loss_weight = loss_weight
-        self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        shape = pipeline.losses if torch.is_grad_enabled() else ()
+        self.loss = torch.zeros(shape, dtype=torch.float64, device=pipeline.device)
         self.targets = 0
         # Per (stage, micro-batch): the stage's input and the autograd node of its output, kept
         # until the backward pass. The output itself is freed when it has been sent.
@@ -241,7 +267,7 @@ class Execution:
         batch: Batch | None = None
         # Tokens, labels or masks; or a layer of the stage reads the tokens.
         reads = getattr(self.pipeline.stages[stage], "reads_tokens", False)
-        if stage == 0 or self.is_last(action) or self.pipeline.masked or reads:
+        if stage == 0 or self.is_last(action) or self.masked or reads:
             self.mesh.recorder.at("data", micro_batch)
             batch = self.batches(micro_batch)
         self.mesh.recorder.at("F", micro_batch)
@@ -251,13 +277,18 @@ class Execution:
             x = batch.tokens
         y = self.pipeline.stages[stage](x, batch)
         if self.is_last(action) and batch is not None:
-            self.loss += y.detach()  # the sum of the micro-batch's losses
-            self.targets += batch.count
-            y = y * self.loss_weight  # from here the backward pass starts
+            self.take_result(batch, y.detach())
+            total = y.sum() if y.dim() else y  # with the z-loss, if there is one
+            y = total * self.loss_weight  # from here the backward pass starts
         else:
             self._pass_on(y.detach(), action, stage + 1)
         if torch.is_grad_enabled():
             self.for_backward[stage, micro_batch] = (x, get_gradient_edge(y))
+
+    def take_result(self, batch: Batch, y: Tensor) -> None:
+        """Add y, the sum of a micro-batch's losses, and its targets to those so far."""
+        self.loss += y
+        self.targets += batch.count
 
     def _backward(self, action: Action) -> None:
         """Do action B: a stage's backward pass, or only its input's gradient if W does the rest."""
@@ -366,3 +397,23 @@ class Execution:
         started = [action for action, send in self.sends.items() if send.handle]
         for action in started:
             self.sends.pop(action).wait()
+
+
+class Scoring(Execution):
+    """Forward passes of micro-batches whose continuations are scored; every stage has masks."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        batches: Batches,
+        take: Callable[[Batch, Tensor], None],
+    ):
+        """Prepare to do the actions. take: called with each micro-batch and its Head.scores."""
+        super().__init__(pipeline, schedule, batches, loss_weight=1.0)
+        self.masked = True
+        self._take = take
+
+    def take_result(self, batch: Batch, y: Tensor) -> None:
+        """Pass a micro-batch and its Head.scores on."""
+        self._take(batch, y)

@@ -33,6 +33,7 @@ from config.schema import Layout, ModelShape
 
 with errors.installed("planning needs no other, `pip install numpy`"):
     from planner import (
+        budget,
         calibration,
         compare,
         duration_questions,
@@ -43,8 +44,10 @@ with errors.installed("planning needs no other, `pip install numpy`"):
         layout_questions,
         layout_table,
         model_questions,
+        programs,
         questions,
         run_files,
+        shapes,
     )
     from planner.questions import Answer, Question
 
@@ -66,8 +69,10 @@ class Kind(NamedTuple):
 
 
 GPUS = ("nodes", "gpus")
+BUDGET = ("gpu_hours", "days", "law", "tokens_per_parameter")
+PROGRAM = ("program", "fp8")  # with --for another program answers
 COSTS = ("price_per_gpu_hour", "watts_per_gpu")
-TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "launch", "sbatch")
+TABLE = (*GPUS, *PROGRAM, "top", "rejected", "risk", "picture", *COSTS, "launch", "sbatch")
 RAMP_UP = (*GPUS, "risk", "nodes_by_batch", "jobs", "submit")
 QUESTIONS = {
     "layouts": Kind(
@@ -79,18 +84,32 @@ QUESTIONS = {
     "stages": Kind(
         layout_questions.stages,
         "blocks, parameters, time and memory per stage",
-        (*GPUS, "risk"),
+        (*GPUS, *PROGRAM, "risk"),
     ),
     "days": Kind(
         duration_questions.days,
         "how long training takes",
-        (*GPUS, "tokens", "risk", *COSTS),
+        (*GPUS, *PROGRAM, "tokens", "days", "risk", *COSTS),
         tries=True,
+    ),
+    "budget": Kind(
+        budget.budget,
+        "the largest model worth training on some GPU hours, its tokens, layout and cost",
+        (*GPUS, *PROGRAM, *BUDGET, "risk", *COSTS),
+        tries=True,
+        example="llama-3-8b",
+    ),
+    "shapes": Kind(
+        shapes.shapes,
+        "shapes of a model near a size, by seconds per token, with reasons",
+        (*GPUS, *PROGRAM, *BUDGET, "size", "top", "risk"),
+        tries=True,
+        example="llama-3-8b",
     ),
     "largest": Kind(
         model_questions.largest,
         "the largest model that trains on some GPUs",
-        (*GPUS, "risk"),
+        (*GPUS, *PROGRAM, "risk"),
         layout=(),
         tries=True,
         example="gpt3-175b",
@@ -98,7 +117,7 @@ QUESTIONS = {
     "smallest": Kind(
         model_questions.smallest,
         "the fewest nodes that hold a model",
-        ("risk",),
+        (*PROGRAM, "risk"),
         layout=(),
         tries=True,
     ),
@@ -115,9 +134,10 @@ QUESTIONS = {
     "compare": Kind(
         compare.compare,
         "two layouts: where one loses time and memory against the other",
-        (*GPUS, "risk"),
+        (*GPUS, *PROGRAM, "risk"),
     ),
 }
+EXAMPLE = "llama-3-8b"  # with --for, of questions that have an example
 WRITTEN = ("trace", "jobs", "write", "picture", "sbatch")  # options that name a file to write
 
 
@@ -176,12 +196,15 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     """
     name = options.question
     kind = QUESTIONS[name]
+    if options.program and kind.example:  # the examples of train.py are none of every program
+        kind = kind._replace(example=EXAMPLE)
     flags.check(
         options,
         kind.flags,
         lambda flag: [other for other, one in QUESTIONS.items() if flag in one.flags],
     )
-    machine = _machine(options.gpu or "a100-80", options.calibration)
+    program = programs.of(options.program) if options.program else None
+    machine = _machine(options.gpu or "a100-80", options.calibration, program)
     notes = []
     if options.network:
         machine = hardware.with_network(machine, options.network * 1e9)
@@ -225,17 +248,27 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     if config.model.experts > 1 and kind.tries and name not in (*questions.SEARCHED, "smallest"):
         goes = "goes with layouts, days and stages, and with smallest"
         raise UserError(f"a model with experts {goes}, not {name}")
+    if program:
+        given = {name: getattr(config.layout, name) for name in layout_names}
+        program.check({name: given[name] for name in layout_names if name in request.given})
+        if reason := program.refusal(config, Layout(dp=1)):
+            raise UserError(f"{reason} (--for {program.name})")
+        machine = program.on(machine, config.model, bool(options.fp8))
     for note in (*request.notes, *notes):
         print(f"note: {note}", file=sys.stderr)
     return Question(options, config, request.given, machine)
 
 
-def _machine(name: str, calibration: str | None = None) -> hardware.Machine:
+def _machine(
+    name: str, calibration: str | None = None, program: programs.Program | None = None
+) -> hardware.Machine:
     """Return the machine of --gpu, and print its note for the user; raise UserError if unknown.
 
-    calibration: the file of --calibration with measured rates, or None.
+    calibration: the file of --calibration with measured rates, or None. program: that of --for, of
+    whose published runs the machine may have other rates.
     """
-    machine = hardware.load(name, calibration)
+    load = program.machine if program else hardware.load
+    machine = load(name, calibration)
     if machine.note:
         print(f"note: {machine.note}", file=sys.stderr)
     return machine

@@ -44,7 +44,7 @@ class Rotary:
         """Return cosines and sines, (s, 1 or b, 1, r) each.
 
         positions: the tokens' positions, (b, s). None: they count from 0 in each sample. length:
-        the tokens of the text, in decoding; None: a sample's.
+        the tokens of the text, in decoding or of a task; None: a sample's.
         """
         if positions is None:
             return self._tables_here

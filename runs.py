@@ -3,6 +3,7 @@
     python runs.py list [FOLDER]                 which runs are there, and in what do they differ?
     python runs.py show RUN                      what has one run done, how fast, with what?
     python runs.py chart RUN ... [--out FILE]    a page of losses over tokens, seconds and FLOPs
+    python runs.py page RUN ... [--out FILE]     a page for the morning: loss, tasks, speed, corpora
     python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
     python runs.py diff RUN                      does a restart repeat the steps before the stop?
     python runs.py diff RUN --spikes             in what do spikes differ from the step before?
@@ -28,7 +29,7 @@ with errors.installed():
     from checkpointing.folders import is_checkpoint
     from config.cli import Parser
     from config.errors import UserError
-    from numerics import chart, diff, layers, page, spikes, table
+    from numerics import chart, diff, layers, page, run_page, spikes, table
 
 # The columns of the table of `runs.py list` by which it can be sorted.
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
@@ -95,6 +96,14 @@ def _chart(given: argparse.Namespace) -> int:
     return 0
 
 
+def _page(given: argparse.Namespace) -> int:
+    """Write a page with a picture of each run; return the exit status 0."""
+    paths.check_file(given.out)
+    paths.write_file(given.out, run_page.page(given.runs))
+    print(f"written: {given.out}")
+    return 0
+
+
 def _list(given: argparse.Namespace) -> int:
     """Print a table of the runs in a folder, or all columns with --json; return exit status 0."""
     rows, notes = table.table(given.folder, given.sort)
@@ -127,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "HTML page to write, default: chart.html"
     command.add_argument("--out", metavar="FILE", default="chart.html", help=text)
     command.add_argument("--text", action="store_true", help="print bars and write no page")
+    text = "loss, tasks, speed, rate and corpora of each run, with stages, resumes and spikes"
+    command = commands.add_parser("page", help=text)
+    command.set_defaults(answer=_page)
+    command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
+    text = "HTML page to write, default: page.html"
+    command.add_argument("--out", metavar="FILE", default="page.html", help=text)
     command = commands.add_parser("diff", help="why do two runs differ?")
     command.set_defaults(answer=_diff)
     text = "explain the spikes of RUN_A (train.py --on-spike) against the steps before them"

@@ -1,9 +1,10 @@
-"""Prints text by the model of a checkpoint, or its loss on evaluation data sets, in any layout.
+"""Prints text by the model of a checkpoint, or its results on data sets or tasks, in any layout.
 
     python sample.py runs/demo --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
     mpirun -n 4 python sample.py runs/big/checkpoints/step_00001000 --tp 2 --pp 2 --prompt "The"
     python sample.py IMPORTED --chat
     python sample.py runs/demo --eval-data stories=data/stories:256 wiki=data/wiki
+    python sample.py runs/demo --eval-tasks data/arc_easy.jsonl --scores scores.jsonl
 
 RUN is the folder of a checkpoint, or of a run, whose newest checkpoint is taken. The tokenizer is
 the tokenizer.json in the checkpoint or beside it, or PREFIX.tokenizer.json of the corpus that it
@@ -35,10 +36,13 @@ with errors.installed():
     from config import command_line, validation
     from config.cli import Parser
     from config.errors import UserError, exit_with, printable
+    from config.paths import check_file, write_file
+    from config.run_options import parse_task_files
     from config.schema import Config, ModelShape
     from corpora import sample_order
     from corpora.chat_templates import ChatTemplate
     from corpora.conversation import END_OF_INPUT, Conversation, Lines
+    from corpora.tasks import TaskSet, encode_tasks, results
     from corpora.text import Text, find_tokenizer
     from corpora.tokenizer_files import read_settings, read_template
     from distributed.context import Context, prepare, start
@@ -47,6 +51,8 @@ with errors.installed():
     from distributed.store import StoreExchange
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from decoding import Decoder, SamplingParams
 
 MAX_TOKENS = 100  # new tokens for each prompt without --max-tokens
@@ -63,7 +69,7 @@ PROMPT_DEFAULTS: dict[str, Any] = {
     "system": None,
 }
 CHAT_ONLY = ("chat_template", "system")
-EVAL_BATCH = 4  # samples in a micro-batch with --eval-data
+EVAL_BATCH = 4  # samples in a micro-batch with --eval-data and --eval-tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Task:
     folder: the folder of the checkpoint. config: the configuration of the model and its layout.
     text: encodes the prompts and decodes the samples; None with --eval-data. count: the largest
     number of new tokens for each prompt or answer. ends: the ids that end a text. talk: the
-    conversation of --chat; limit: the most tokens that it may have.
+    conversation of --chat; limit: the most tokens that it may have. tasks: those of --eval-tasks.
     """
 
     folder: str
@@ -85,6 +91,7 @@ class Task:
     ends: tuple[int, ...] = ()
     talk: Conversation | None = None
     limit: int = 0
+    tasks: TaskSet | None = None
 
 
 def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
@@ -98,18 +105,23 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
         "--prompt": options.prompt is not None,
         "--chat": options.chat,
         "--eval-data": options.eval_data is not None,
+        "--eval-tasks": options.eval_tasks is not None,
     }
     asked = [flag for flag, is_given in tasks.items() if is_given]
     if len(asked) != 1:
         which = f"{' and '.join(asked)} were" if asked else "none was"
-        raise UserError(f"give one of --prompt, --chat and --eval-data; {which} given")
+        raise UserError(f"give one of {', '.join(tasks)}; {which} given")
     # An option that only another task uses must not be ignored silently.
     for name in PROMPT_DEFAULTS:
         flag = f"--{name.replace('_', '-')}"
-        if name in options and options.eval_data:
-            raise UserError(f"{flag} goes with --prompt or --chat, not --eval-data")
+        evaluates = options.eval_data or (options.eval_tasks and name != "tokenizer")
+        if name in options and evaluates:
+            raise UserError(f"{flag} goes with --prompt or --chat, not {asked[0]}")
         if name in options and name in CHAT_ONLY and not options.chat:
             raise UserError(f"{flag} goes with --chat, not --prompt")
+    if options.scores and not options.eval_tasks:
+        raise UserError(f"--scores {options.scores} needs --eval-tasks")
+    check_file(options.scores)
     options = argparse.Namespace(**(PROMPT_DEFAULTS | vars(options)))
     _check_numbers(options)
     folder = folders.find_checkpoints(options.run)[0]
@@ -129,6 +141,11 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
     tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
     text = Text(tokenizer, model.vocab_size)
+    if options.eval_tasks:
+        record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
+        files = parse_task_files(tuple(options.eval_tasks))
+        config = _make_config(options, model, ranks)
+        return Task(folder, options, config, tasks=encode_tasks(files, text, model.seq_length))
     ends = record.ends if record.is_imported else record.ends or text.ends
     limit = _longest_text(model, record)
     if options.chat:
@@ -225,7 +242,7 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
     The trainer builds the model from a configuration of a run, so this is a run of one step without
     an optimizer. Weights are not drawn (init_std 0), because they are loaded.
     """
-    micro_batch = EVAL_BATCH if options.eval_data else 1
+    micro_batch = EVAL_BATCH if options.eval_data or options.eval_tasks else 1
     # The ranks that tp and pp leave are replicas, and each needs a micro-batch of the global batch.
     replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
     values = dataclasses.asdict(model)
@@ -276,6 +293,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
     from checkpointing.load import load_weights
     from decoding import Decoder, SamplingParams
     from optim import precision
+    from scoring import Scorer
 
     precision.check(task.config, context)
     splits = data.build(task.config)
@@ -305,7 +323,36 @@ def run(task: Task, context: Context) -> Iterator[str]:
         tokens = count * task.config.model.seq_length
         perplexity = math.exp(min(loss, 100.0))  # no overflow, whatever the loss
         yield f"{name}: loss {loss:.6f}, perplexity {perplexity:.4f}, {tokens} tokens"
+    if task.tasks is not None:
+        scorer = Scorer(state.pipeline, state.factory, task.config, task.tasks)
+        log_likelihoods, misses = scorer.score()
+        yield from task.tasks.notes
+        for each in task.tasks.tasks:
+            result = results(each, log_likelihoods, misses)
+            yield (
+                f"{each.name}: accuracy {result.accuracy:.6f}, normalised accuracy "
+                f"{result.normalised_accuracy:.6f}, {result.bits_per_byte:.6f} bits per byte, "
+                f"{len(each.rows)} rows"
+            )
+        if context.rank == 0 and task.options.scores:
+            write_file(task.options.scores, _scores(task.tasks, log_likelihoods, misses))
     state.reader.close()
+
+
+def _scores(tasks: TaskSet, log_likelihoods: "np.ndarray", misses: "np.ndarray") -> str:
+    """Return the JSON lines of --scores: for each row its continuations' log-likelihoods (nats).
+
+    log_likelihoods, misses: by request; see scoring.Scorer.score.
+    """
+    lines = []
+    for task in tasks.tasks:
+        for number, row in enumerate(task.rows):
+            numbers = list(row.requests)
+            facts = {"task": task.name, "row": number, "answers": row.answers}
+            facts["log_likelihoods"] = log_likelihoods[numbers].tolist()
+            facts["greedy"] = (misses[numbers] == 0).tolist()
+            lines.append(json.dumps(facts) + "\n")
+    return "".join(lines)
 
 
 def _chat(
@@ -379,6 +426,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--system", metavar="TEXT", help="for --chat: the message before the first one")
     text = "print the loss on these"
     add("--eval-data", nargs="+", default=None, metavar="NAME=PREFIX[:SAMPLES]", help=text)
+    text = "print the results of these multiple-choice tasks"
+    add("--eval-tasks", nargs="+", default=None, metavar="[NAME=]FILE[:ROWS]", help=text)
+    text = "write each row's log-likelihoods as JSON lines"
+    add("--scores", default=None, metavar="FILE", help=text)
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (1)")
     add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (1)")
     add("--precision", default="fp32", metavar="fp64|fp32|bf16|fp16", help="arithmetic (fp32)")

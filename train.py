@@ -128,14 +128,16 @@ def check_memory(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Raise UserError if token files or prompts of the options cannot be used.
+    """Raise UserError if token files, tasks or prompts of the options cannot be used.
 
     Print a note if the vocabulary is larger than the corpora's tokenizer needs.
     """
-    from corpora import blends, sample_order, text, token_files  # they import numpy
+    from corpora import blends, sample_order, tasks, text, token_files  # they import numpy
 
     options = config.data
     synthetic = options.data == ("synthetic",)
+    if options.eval_tasks:
+        tasks.read_tasks(config)
     if synthetic and not options.eval_data and not config.run.sample_prompt:
         return
     # Functions that return something are called here for the errors that they raise.
@@ -143,8 +145,9 @@ def check_data(config: Config) -> None:
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
     if not synthetic:
-        prefixes, _ = blends.parse_blend(options.data)
-        for prefix in prefixes:
+        words = [options.data, *(stage.data for stage in config.stages_left)]
+        prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
+        for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)
     text.prompts_of_run(config)
     note = text.unused_rows(config)

@@ -24,8 +24,11 @@ from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints
 from config.errors import UserError
+from config.learning_rate import rate_at
 from config.past import Past
 from config.schema import Config
+from config.stages import PlacedStage
+from corpora.tasks import TaskSet, read_tasks
 from decoding import Decoder, RunSamples
 from distributed import preflight
 from distributed.context import Context, start
@@ -43,11 +46,11 @@ from distributed.store import StoreExchange, first_given
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
-from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from planner.partition_costs import part_costs
 from schedules.partition import StageSpec, stage_specs
+from scoring import Scorer
 from telemetry import replica_check, run_time, step_stats
 from telemetry.audit import Audit
 from telemetry.log import Log
@@ -74,6 +77,7 @@ class ModelState:
     stages: nn.ModuleList  # this rank's stages, in the model's order
     pipeline: Pipeline
     reader: data.BatchReader
+    length: int  # the tokens of a sample, which `set_length` changes
 
 
 @dataclass
@@ -129,11 +133,14 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     for spec in specs:
         if spec.rank == mesh.pp.rank:
             first_stage = stage_of.get(0)  # a tied head on the same rank uses its embedding
-            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first_stage, masked)
+            stage_of[spec.index] = Stage(
+                factory, config.model, layout, spec, first_stage, masked, training.z_loss
+            )
     stages = nn.ModuleList(stage_of.values())
     pipeline = Pipeline(stage_of, factory, config)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)
-    return ModelState(config, factory, specs, stages, pipeline, reader)
+    length = config.model.seq_length
+    return ModelState(config, factory, specs, stages, pipeline, reader, length)
 
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
@@ -146,6 +153,21 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
         return state.optimizer.step(lr, loss_sum)
     # With loss masks the forward passes have counted the targets, by which losses are divided.
     return state.optimizer.step(lr, loss_sum, targets)
+
+
+def set_length(state: ModelState, length: int) -> None:
+    """Take samples of `length` tokens from now on: those of a stage of --stages, or of evaluations.
+
+    Weights, optimizer and reader stay; what depends on the length is made when it is first needed.
+    """
+    if state.length == length:
+        return
+    state.length = length
+    model = replace(state.config.model, seq_length=length)
+    for stage in state.stages:
+        stage.set_length(model)
+    state.pipeline.finish_sending()
+    state.pipeline.set_length(length)
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
@@ -164,13 +186,13 @@ def run_passes(
 ) -> tuple[Tensor, int]:
     """Run the forward and backward passes of the step that starts at sample `consumed`.
 
-    Return this rank's share of the sum of losses (a scalar) and of the number of targets: not 0 on
-    one rank of each replica. keep: whether the next call for this step gets the same micro-batches
-    from the reader. limit: the number of micro-batches to run, 0: all.
+    Return this rank's share of the sum of losses (Pipeline.train) and of the number of targets: not
+    0 on one rank of each replica. keep: cache the micro-batches, so that the step after the warm-up
+    reuses them. limit: the number of micro-batches to run, 0: all.
     """
     config = state.config
     size = config.batches.batch(consumed)
-    length = config.model.seq_length
+    length = state.length
     micro_batches = limit or config.micro_batches(size)
     batches = state.reader.batches(samples, consumed, config, keep=keep)
     counted = None  # the number of labels in the global batch that count in the loss, if needed
@@ -241,6 +263,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         config, chosen, lines = find_past(config, context)
         config = skip_earlier_spikes(config)
         splits = data.build(config)
+        tasks = read_tasks(config)
         precision.check(config, context)
         stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
         state = build(config, context)
@@ -248,12 +271,12 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         tensors = find_tensors(state.optimizer, state.factory.mesh, context)
         log = _open_log(state, context, splits.source, stats_at_start, tensors)
         cleanup.callback(log.close)  # after an error too: close() prints the unwritten rows' number
-        for note in [*notes, *lines, *splits.notes]:
+        for note in [*notes, *lines, *splits.notes, *tasks.notes]:
             log.note(note)
         checkpoints = _checkpointer(state, context, splits.train, log, chosen)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
-        trainer = Trainer(state, splits, log, checkpoints, conditions)
+        trainer = Trainer(state, splits, tasks, log, checkpoints, conditions)
         signals.explain(partial(outlook, context.recorder), trainer.describe_saved)
         cleanup.callback(trainer.losses.spikes.finish)  # writes the last rows of spikes.jsonl
         cleanup.enter_context(collecting_between_steps())
@@ -261,6 +284,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         log.summarize()
         if finished:
             checkpoints.finish(trainer.done, conditions.wants_stop)
+        checkpoints.finish_commands(not finished, conditions.wants_stop)
     return finished
 
 
@@ -296,6 +320,9 @@ def _open_log(
         config.model, state.factory, config.layout.micro_batch_size, masked
     )
     kernels = preflight.kernel_names(config, state.optimizer.kernel, attention, source)
+    if config.data.eval_tasks:  # their texts share samples, under masks
+        name = attention_kernel(config.model, state.factory, config.layout.micro_batch_size, True)
+        kernels["attention of tasks"] = name
     preflight.check_compiler(kernels, context.device.type, context.nodes[context.rank])
     before = step_stats.exchange(at_start, state.factory.mesh.world, context.device)
     about = about_model(tensors, config.model)
@@ -325,6 +352,7 @@ class Trainer:
         self,
         state: TrainState,
         splits: data.Splits,
+        tasks: TaskSet,
         log: Log,
         checkpoints: Checkpointer,
         conditions: StopConditions,
@@ -358,6 +386,11 @@ class Trainer:
         log.epoch_tokens = splits.epoch_tokens
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
         self.needs_warm_up = preflight.warms_up(config, self.device.type)
+        self.stage: PlacedStage | None = None  # of --stages, the one of the newest step
+        self.warm_lengths = set[int]()  # lengths of samples for which kernels were warmed up
+        self.scorer: Scorer | None = None
+        if tasks.tasks:
+            self.scorer = Scorer(state.pipeline, state.factory, config, tasks)
         self._make_observers()
 
     def _make_observers(self) -> None:
@@ -409,6 +442,7 @@ class Trainer:
             if evaluations and (is_last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(evaluations))
             if self.samples_of_text and (is_last or action < SAVE_AND_STOP):
+                set_length(self.state, self.config.model.seq_length)  # of the tables for positions
                 self.samples_of_text.after_step(iteration, is_last)
             every = self.config.run.check_replicas_every
             if every and (is_last or iteration % every == 0):
@@ -473,12 +507,17 @@ class Trainer:
         lost = done - newest.iteration
         return f"{at}; {lost} steps after it are lost" if lost else f"{at}, the last one done"
 
-    def _evaluations_after(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
-        """Return the evaluations that are due after a step: by name, samples and their number."""
+    def _evaluations_after(self, iteration: int) -> list[Callable[[], None]]:
+        """Return the evaluations that are due after a step, as functions to call in this order."""
         every = self.config.data.eval_every
         if iteration < self.last_step and not (every and iteration % every == 0):
-            return {}
-        return self.splits.evaluations(self.config.data.eval_samples)
+            return []
+        sets = self.splits.evaluations(self.config.data.eval_samples)
+        due: list[Callable[[], None]] = [
+            partial(self._evaluate_one, name, samples, count)
+            for name, (samples, count) in sets.items()
+        ]
+        return [*due, partial(self._evaluate_tasks, self.scorer)] if self.scorer else due
 
     def _train_or_skip(self, iteration: int, evaluates: bool) -> float:
         """Do step `iteration` on the next global batch, or skip a batch of --skip-samples.
@@ -488,7 +527,7 @@ class Trainer:
         """
         begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
-        length = self.config.model.seq_length
+        length = self._begin_stage(begin)
         samples = self.splits.train
         if self.config.passes_over(begin, batch):
             self.done = self.done.after_step(samples, batch, length, trained=False)
@@ -500,9 +539,7 @@ class Trainer:
         self.recorder.begin_step(iteration)
         if self.profile:
             self.profile.before(iteration)
-        trained_samples = begin - self.done.skipped_samples
-        total_samples = self.config.total_samples
-        lr = learning_rate(self.config.training, trained_samples, total_samples, batch)
+        lr = rate_at(self.config, begin, self.done.skipped_samples, batch)
         if self.trace:  # it does the step, and traces it if --trace-numerics names it
             result = self.trace.step(samples, begin, lr)
         else:
@@ -526,6 +563,23 @@ class Trainer:
         self.losses.step(self.done, batch, result)
         return max(stats.requested_action for stats in stats_of_ranks)
 
+    def _begin_stage(self, begin: int) -> int:
+        """Return the tokens of a sample of the step from sample `begin` on, after setting them.
+
+        Log the stage of --stages if the step is its first, or the first of this start.
+        """
+        stage = self.config.stage_at(begin)
+        if stage is None:
+            return self.config.model.seq_length
+        if stage != self.stage:
+            self.stage = stage
+            self.log.stage(stage, self.done.iteration)
+            if stage.length not in self.warm_lengths:  # its kernels are new
+                self.warm_lengths.add(stage.length)
+                self.needs_warm_up = preflight.warms_up(self.config, self.device.type)
+        set_length(self.state, stage.length)
+        return stage.length
+
     def _warm_up(self, begin: int) -> None:
         """Call `warm_up` once, before the first step that trains, and log the seconds it takes."""
         self.needs_warm_up = False
@@ -535,21 +589,32 @@ class Trainer:
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
-    def _evaluate(self, evaluations: dict[str, tuple[data.Samples, int]]) -> float:
+    def _evaluate(self, evaluations: list[Callable[[], None]]) -> float:
         """Do and log each evaluation; return the largest action that any rank requests after it."""
         began = time.perf_counter()
-        for name, (samples, count) in evaluations.items():
-            self._evaluate_one(name, samples, count)
+        for evaluation in evaluations:
+            evaluation()
         self.seconds_to_evaluate = time.perf_counter() - began
         return self.stats_exchange.largest_request()
 
     def _evaluate_one(self, name: str, samples: data.Samples, count: int) -> None:
         """Evaluate the weights, and with --eval-ema their average too, and log the losses."""
+        set_length(self.state, self.config.model.seq_length)
         self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
         if self.config.data.eval_ema:
             with self.state.optimizer.averaged_weights():
                 loss = evaluate(self.state, samples, count)
             self.log.evaluation(f"{name}_ema", self.done, loss)
+
+    def _evaluate_tasks(self, scorer: Scorer) -> None:
+        """Evaluate the weights on --eval-tasks, and with --eval-ema their average too; log it."""
+        for task, result in scorer.results():
+            self.log.task(task.name, self.done, result)
+        if self.config.data.eval_ema:
+            with self.state.optimizer.averaged_weights():
+                found = scorer.results()
+            for task, result in found:
+                self.log.task(f"{task.name}_ema", self.done, result)
 
     def _stop_early(self) -> bool:
         """Save, print which rank requested the stop, and return False: the run is not finished.

@@ -7,8 +7,8 @@
 
 Flags that describe model, layout and training are those of train.py; a layout option that a flag
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
-at any moment, run the same command again, and the search continues. At the end --out has table.md,
-results.csv and layouts.svg.
+at any moment, run the same command again, and the search continues. At the end --out has
+report.html, table.md, results.csv and layouts.svg.
 """
 
 import argparse
@@ -74,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
         help="measured rates, as benchmarks/network/allreduce.py writes",
     )
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
-        help="values of tp, pp, or another axis of the layout")  # fmt: skip
+        help="values of tp, pp, or another axis of the layout; model=A,B: models or shapes "
+        "(blocks x hidden x heads x MLP) of one size")  # fmt: skip
     add("--budget", metavar="N|Nm", help="stop after N trials or N minutes (default: when decided)")
     add("--timed", type=int, default=3, help="timed steps of a trial, after 2 warm-up steps")
     add("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one trial")

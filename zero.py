@@ -56,7 +56,8 @@ class StepResult:
     grad_norm: the norm before clipping; loss: the mean over the targets. skipped: no weight was
     updated, because gradients overflowed, no label counted, or `Optimizer.accepts` returned False.
     loss_scale: the scale of this step's losses. expert_loads: for each block with experts the rows
-    of its busiest expert, over the mean of its experts; None for a model without experts.
+    of its busiest expert, over the mean of its experts; None for a model without experts. z_loss:
+    the mean z-loss over the targets, which `loss` does not contain; None without --z-loss.
     """
 
     grad_norm: float
@@ -64,6 +65,7 @@ class StepResult:
     skipped: bool
     loss_scale: float = 1.0
     expert_loads: list[float] | None = None
+    z_loss: float | None = None
 
 
 def trained_parameters(part: nn.Module) -> list[nn.Parameter]:
@@ -315,9 +317,9 @@ class Optimizer:
         world. Called after the backward passes of a step.
 
         lr: the learning rate. loss_sum: this rank's share of the sum of losses, 0 if another rank
-        counts it; the result holds the mean over the targets. targets: this rank's share of the
-        number of targets, if loss masks make it known only after the forward passes; None: the
-        number given to `begin_step`.
+        counts it, or with --z-loss, (2,), also of the sum of z-losses; the result holds the means
+        over the targets. targets: this rank's share of the number of targets, if loss masks make it
+        known only after the forward passes; None: the number given to `begin_step`.
         If the gradient norm is not finite, if the batch has no target, or if `accepts` returns
         False, no rank updates its weights; without targets, norm and loss are 0. Raise UserError if
         fp16 overflows in 5 steps in a row at a scale that cannot fall any more.
@@ -327,13 +329,13 @@ class Optimizer:
         self._finish_reducing()
         squares = self._square_sums()  # of this rank's gradients, which are sums over the replicas
         # One all-reduce gives every rank the norm, the loss and, if asked for, the targets.
-        parts = [squares.sum(), loss_sum.double()]
+        parts = [squares.sum(), *loss_sum.double().view(-1)]
         if targets is not None:
             parts.append(torch.full_like(parts[1], targets))
         sums = torch.stack(parts)
         self.mesh.world.at_once.all_reduce(sums).wait()
-        square, loss, *target_counts = self.mesh.world.values(sums)
-        counted = int(target_counts[0]) if target_counts else self._targets  # of all ranks
+        square, loss, *others = self.mesh.world.values(sums)
+        counted = self._targets if targets is None else int(others.pop())  # of all ranks
         # Gradients were divided by the targets given to begin_step, not by those counted: correct.
         target_factor = self._targets / counted if counted else 0.0
         scale = self.scale.value  # gradients are those of the loss times this scale
@@ -351,7 +353,8 @@ class Optimizer:
         if accepted:
             self.scale.update(overflowed)
         loads = None if self.balance is None else self.balance.finish_step(skipped)
-        return StepResult(norm, mean_loss, skipped, scale, loads)
+        z_loss = others[0] / max(1, counted) if others else None
+        return StepResult(norm, mean_loss, skipped, scale, loads, z_loss)
 
     def discard(self) -> None:
         """Clear the gradients of passes without an update; called after the warm-up passes.

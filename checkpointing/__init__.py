@@ -5,6 +5,7 @@ index         reads index.h5, and any part of a tensor from the shards
 folders       the folder of a checkpoint: manifest, names, publishing, retention
 writer        writes one save, mostly in the background
 save          `Checkpointer`: saves and loads a run while training continues
+after_save    runs the command of --after-save for each complete checkpoint
 resumed       the checkpoint that --resume means; options and past of its run
 load          reads a checkpoint under any layout
 state         what a rank saves of a run: `Progress`, the parts of tensors that it has, sizes

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,17 +324,23 @@ def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
 
 
 def delete_surplus(
-    parent: str, keep_last: int, keep_every: int, saved: int, covered: int = -1
+    parent: str,
+    keep_last: int,
+    keep_every: int,
+    saved: int,
+    covered: int = -1,
+    in_use: Iterable[int] = (),
 ) -> None:
-    """Delete the checkpoints of a folder whose steps `surplus` returns, with two exceptions.
+    """Delete the checkpoints of a folder whose steps `surplus` returns, with three exceptions.
 
     Called after each save. saved: the step of this save, whose checkpoint is not deleted. covered:
     the last step whose audit found nothing wrong, -1: none; the newest checkpoint of this step or
-    an earlier one is not deleted either. Raise OSError if a deletion fails.
+    an earlier one is not deleted either. in_use: steps whose checkpoints a command of --after-save
+    needs. Raise OSError if a deletion fails.
     """
     checkpoints = list_checkpoints(parent)
     steps = sorted({step_of(path) for path in checkpoints})
-    needed = {saved}
+    needed = {saved, *in_use}
     # An audit found that the steps up to `covered` were right: keep the newest checkpoint of these.
     needed.update([step for step in steps if step <= covered][-1:])
     steps_to_delete = {*surplus(steps, keep_last, keep_every)} - needed

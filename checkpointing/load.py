@@ -36,6 +36,7 @@ from config.command_line import make_model
 from config.errors import UserError
 from config.inherited import of_the_run
 from config.schema import EMA, ROTARY_OPTIONS, Config
+from config.stages import changes, from_saved
 from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
@@ -128,6 +129,8 @@ class Loader:
         # The rotary options of blocks with a window are derived from the others.
         rotary = (*ROTARY_OPTIONS, "window_rotary_base", "window_rotary_scaling")
         unused = {"learned": rotary, "rotary": LENGTHS}.get(positions, (*LENGTHS, *rotary))
+        if self.config.plan:  # stages may have samples of other lengths than those before
+            unused = (*unused, "seq_length")
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
             return
@@ -294,6 +297,9 @@ class Loader:
                     changed.append(f"{name} {theirs[name]} before, {now[group][name]} now")
         if changed:
             self.print_line(f"options that changed: {'; '.join(sorted(changed))}")
+        before_plan = from_saved(saved.get("plan"), index.path)
+        if plans := changes(before_plan, self.config.plan):
+            self.print_line(f"stages that changed: {'; '.join(plans)}")
         before = index.attributes("data").get("total_samples")
         total = self.config.total_samples
         if before is not None and before != total:

@@ -13,38 +13,64 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from checkpointing import folders
 from checkpointing.file_format import INDEX
 from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
+from config.branches import DECAY_SETS, decaying
 from config.command_line import build, check_option, make_model
 from config.errors import UserError
 from config.inherited import Inherited, changed_constants, inherited
-from config.past import Past, from_text, new_run, to_text
+from config.past import Branch, Past, from_text, new_run, to_text
 from config.run_options import Run
 from config.schema import GROUPS, Config
+from config.stages import from_saved
+from corpora.usage import Usage
 from distributed.store import StoreExchange
 
 # Options on which the order of samples depends, beside their number: by group.
 OF_THE_ORDER = {"data": ("data", "split", "order"), "training": ("seed",), "model": ("seq_length",)}
 
 
-def candidates(resume: str, out: str) -> list[str]:
+def candidates(resume: str, out: str, branch_from: str | None = None) -> list[str]:
     """Return the checkpoints that --resume may mean, the newest first.
 
-    resume, out: the options. With --resume auto the result may be empty. Raise UserError if there
-    are none in place, but some that were set aside: to begin at step 0 beside them would be to lose
-    them.
+    resume, out, branch_from: the options. With --resume auto the result may be empty. With
+    --branch-from they are those of `out`, or if it has none, what that option names. Raise
+    UserError if there are none in place, but some that were set aside: to begin at step 0 beside
+    them would be to lose them; and if a branch would be in the folder of the run that it is from.
     """
     if resume != "auto":
         return folders.find_checkpoints(resume)
     parent = os.path.join(out, folders.CHECKPOINTS)
+    if branch_from:
+        _check_other_folder(branch_from, parent)
     found = folders.list_checkpoints(parent)
     if not found:
         folders.refuse_set_aside(parent)
-    return found
+    return found or (folders.find_checkpoints(branch_from) if branch_from else found)
+
+
+def _check_other_folder(branch_from: str, parent: str) -> None:
+    """Raise UserError if the checkpoint of --branch-from is one of this run's own.
+
+    parent: the folder of this run's checkpoints.
+    """
+    theirs, ours = os.path.realpath(branch_from), os.path.realpath(parent)
+    if theirs in (ours, os.path.dirname(ours)) or os.path.dirname(theirs) == ours:
+        raise UserError(
+            f"--branch-from {branch_from} is in the folder of this run, {os.path.dirname(parent)}: "
+            "a branch is a run of its own, give another --out"
+        )
+
+
+def _begins(folder: str, out: str) -> bool:
+    """Return whether a checkpoint is not in the run's own folder."""
+    own = os.path.realpath(os.path.join(out, folders.CHECKPOINTS))
+    return os.path.dirname(os.path.realpath(folder)) != own
 
 
 # ---- Before the ranks meet -----------------------------------------------------------------------
@@ -59,9 +85,10 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     """
     resume = given.get("resume")
     out = given.get("out", Run.out)
-    if not isinstance(resume, str) or not isinstance(out, str):
+    branch_from = given.get("branch_from")
+    if not all(isinstance(path, str) for path in (resume, out, branch_from or "")):
         return Inherited()
-    for folder in candidates(resume, out):
+    for folder in candidates(str(resume), str(out), branch_from):
         with contextlib.suppress(UserError):
             saved, model, past = _read(folder)
             break
@@ -70,12 +97,39 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     if given.get("load_weights_only"):
         return Inherited(model=model, folder=folder)
     options = inherited(saved, given)
+    plan = from_saved(saved.get("plan"), folder)
+    if branch_from:
+        past = _of_branch(past, folder, branch_from, str(out))
+        if "decay_tokens" in given:
+            plan, decay = decaying(saved, past, plan, model.seq_length, given)
+            options = {k: v for k, v in options.items() if k not in DECAY_SETS} | decay
     try:
         for name, value in options.items():
             check_option(name, tuple(value) if isinstance(value, list) else value)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    return Inherited(options, model, past, folder, changed_constants(saved))
+    return Inherited(options, model, past, folder, changed_constants(saved), plan)
+
+
+def _of_branch(past: Past, folder: str, branch_from: str, out: str) -> Past:
+    """Return the past of a run with --branch-from whose checkpoint is `folder`, with its origin.
+
+    Raise UserError if the folder's run began in another way.
+    """
+    if _begins(folder, out):
+        counts = past.step, past.samples, past.tokens, past.skipped
+        return replace(past, branch=Branch(folder, past.run, *counts))
+    origin = past.branch
+    theirs, ours = (
+        os.path.realpath(p) for p in (origin.checkpoint if origin else "/", branch_from)
+    )
+    if origin is None or os.path.commonpath([theirs, ours]) != ours:
+        began = f"a branch of {origin.checkpoint}" if origin else "no branch"
+        raise UserError(
+            f"--branch-from {branch_from}, but {out} has checkpoints of a run that is {began}: "
+            "give another --out"
+        )
+    return past
 
 
 def _read(folder: str) -> tuple[dict[str, Any], Any, Past]:
@@ -87,7 +141,8 @@ def _read(folder: str) -> tuple[dict[str, Any], Any, Past]:
     if problem := folders.find_problem(folder, INDEX, manifest["files"][INDEX]):
         raise UserError(problem)
     with Index(folder) as index:
-        return configuration(index), make_model(index.attributes("model"), index.path), _past(index)
+        saved = configuration(index)
+        return saved, make_model(index.attributes("model"), index.path), _past(index)
 
 
 def configuration(index: Index) -> dict[str, Any]:
@@ -113,11 +168,25 @@ def _past(index: Index) -> Past:
     samples = progress.get("consumed_samples", 0)
     if any(type(count) is not int or count < 0 for count in (step, samples)):
         raise UserError(f"{index.path} has the progress {step}, {samples}")
+    skipped = progress.get("skipped_samples", 0)
+    tokens = _tokens(index, samples)
     text = index.attributes("data").get("past")
     if text is None:
-        return Past(step, samples, ordered=_order_of_older(configuration(index)))
+        ordered = _order_of_older(configuration(index))
+        return Past(step, samples, ordered=ordered, tokens=tokens, skipped=skipped)
     try:
-        return from_text(str(text), step, samples)
+        return replace(from_text(str(text), step, samples), tokens=tokens, skipped=skipped)
+    except ValueError as error:
+        raise UserError(f"{index.path}: {error}") from None
+
+
+def _tokens(index: Index, samples: int) -> int:
+    """Return the tokens of all `samples` samples that a checkpoint's run has read."""
+    usage = index.attributes("data").get("usage")
+    if usage is None:  # of an old version
+        return samples * int(index.attributes("model")["seq_length"])
+    try:
+        return Usage.from_text(str(usage)).tokens
     except ValueError as error:
         raise UserError(f"{index.path}: {error}") from None
 
@@ -155,7 +224,7 @@ def choose(
     listed: Any = None
     if rank == 0:
         try:
-            listed = {"folders": candidates(str(run.resume), run.out)}
+            listed = {"folders": candidates(str(run.resume), run.out, run.branch_from)}
         except UserError as error:
             listed = {"error": str(error)}
     listed = exchange.agree(listed, lambda values: values[0])
@@ -207,7 +276,12 @@ def past_of(
             past = _past(index)
             ordered = past.ordered if has_order_of(configuration(index), config) else ()
         name = past.run or new_run()
-        text = [to_text(past.starts, ordered, name), past.step, past.samples]
+        if config.run.branch_from:
+            past = _of_branch(past, folder, config.run.branch_from, config.run.out)
+            if _begins(folder, config.run.out):  # a branch is a run of its own
+                name = run or new_run()
+        words = to_text(past.starts, ordered, name, past.stages, past.branch)
+        text = [words, past.step, past.samples, past.tokens, past.skipped]
     elif exchange.rank == 0:
         text = [to_text((), (), run or new_run()), 0, 0]
     return from_text(*exchange.agree(text, lambda values: values[0]))

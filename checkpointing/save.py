@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from checkpointing import folders, model_record
+from checkpointing.after_save import AfterSave
 from checkpointing.file_format import Attributes
 from checkpointing.folders import Chosen
 from checkpointing.model_record import ModelRecord
@@ -54,6 +55,10 @@ from zero import Optimizer
 # How long `finish` waits, with the state in memory, if the disk has no room for the last save.
 SECONDS_FOR_ROOM = 1800.0
 SECONDS_BETWEEN_LOOKS = 1.0  # the pause of `finish` between two looks at the disk's free bytes
+# How long a run that has ended waits for the commands of --after-save, and one that stops early.
+SECONDS_FOR_COMMANDS = 1800.0
+SECONDS_AT_A_STOP = 10.0
+SECONDS_BETWEEN_COMMAND_LOOKS = 0.2
 # The least time between two attempts to save: with a full quota they fail despite free bytes.
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
@@ -102,6 +107,8 @@ class Checkpointer:
         # Rank 0's random text, in the names of hidden folders: each start of a run has its own.
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
+        if self.run.after_save and self.is_rank_0:
+            self.writer.after_save = AfterSave(self.run.after_save, self.run.out)
         self.chosen = chosen
         self.kinds = saved_kinds(config, optimizer)
         self.buffers = HostBuffers(optimizer.device)
@@ -137,6 +144,7 @@ class Checkpointer:
         case, if this step is not saved yet.
         """
         self._report()
+        self._report_commands()
         requested = requested and progress.iteration != self.saves.step
         if requested or (self.run.saves and self._is_due(progress.iteration, last)):
             self.save(progress)
@@ -366,6 +374,13 @@ class Checkpointer:
             if folder == os.path.realpath(self.parent) and not self.run.load_weights_only:
                 self.newest = progress
             self.writer.other_course = (self._newest_step, why)
+        commands = self.writer.after_save
+        if commands is not None:
+            again = commands.resume(self.parent, self._newest_step)
+            if again:
+                self.print_line(
+                    f"--after-save runs again, since it was cut off: {', '.join(again)}"
+                )
         return progress
 
     def close(self) -> None:
@@ -395,6 +410,45 @@ class Checkpointer:
             # Compare the replicas again: memory may have been corrupted during a long wait.
             self.saves.step = -1  # save this step again
             self._checked_step = -1
+
+    def finish_commands(self, stopped_early: bool, stop_requested: Callable[[], bool]) -> None:
+        """Wait for the commands of --after-save that run or wait. Collective.
+
+        Called when the run ends. The wait ends after SECONDS_FOR_COMMANDS, or if `stop_requested`
+        returns True on a rank; after an early stop, whose time may be short, after
+        SECONDS_AT_A_STOP. A command that runs then goes on without the run.
+        """
+        if not self.run.after_save:
+            return
+        commands = self.writer.after_save
+        began = time.monotonic()
+        limit = SECONDS_AT_A_STOP if stopped_early else SECONDS_FOR_COMMANDS
+        ended, go_on, give_up = range(3)
+        action = go_on
+        while action == go_on:
+            self.recorder.enter("wait for --after-save")  # the watchdog counts this as progress
+            waited = time.monotonic() - began
+            request = go_on if commands is not None and commands.steps else ended
+            is_over = request == go_on and waited >= limit
+            if is_over or (not stopped_early and stop_requested()):
+                request = give_up
+            action = self._largest(request)
+            if action == go_on:
+                self._report_commands()
+                time.sleep(SECONDS_BETWEEN_COMMAND_LOOKS)
+        self._report_commands()
+        if commands is not None and (steps := commands.steps):
+            running, *waiting = map(folders.folder_name, steps)
+            text = f"note: --after-save of {running} goes on without the run"
+            if waiting:
+                text += f"; {', '.join(waiting)} wait for the next start"
+            self.print_line(text)
+
+    def _report_commands(self) -> None:
+        """Print how commands of --after-save have ended since the last call."""
+        if self.writer.after_save is not None:
+            for note in self.writer.after_save.notes():
+                self.print_line(note)
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
         """Wait for room on the disk; return False if time.monotonic() passes `limit`, or if
@@ -504,7 +558,11 @@ class Checkpointer:
             "usage": progress.usage.text(),
             # A resume has to know this of the run (config/past.py).
             "past": to_text(
-                config.past.with_start(config.batches), config.ordered, config.past.run
+                config.past.with_start(config.batches),
+                config.ordered,
+                config.past.run,
+                tuple(s.begun() for s in config.stages if s.samples < progress.consumed_samples),
+                config.past.branch,
             ),
             "total_samples": config.total_samples,
         }

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from checkpointing import file_format, folders
+from checkpointing.after_save import AfterSave
 from checkpointing.file_format import Box, split_into_boxes
 from checkpointing.state import Progress, count_elements, saved_types
 from config.run_options import Run
@@ -120,7 +121,8 @@ class Writer:
     other_course: on rank 0, (step, reason): checkpoints of later steps did not lead to this run's
     state, and are moved to another folder before the run's first checkpoint appears. covered: the
     last step whose audit found nothing wrong; the newest checkpoint of this step or an earlier one
-    is not deleted. _image: what the image in index.h5 depends on, and the image.
+    is not deleted. after_save: on rank 0, what runs a command for each checkpoint; None: none.
+    _image: what the image in index.h5 depends on, and the image.
     """
 
     run: Run
@@ -130,6 +132,7 @@ class Writer:
     recorder: FlightRecorder
     other_course: tuple[int, str] | None = None
     covered: int = -1
+    after_save: AfterSave | None = None
     _image: tuple[list, bytes] | None = field(default=None, init=False)
 
     def write(self, save: PendingSave, runs: dict[str, Iterable[np.ndarray]]) -> None:
@@ -251,6 +254,10 @@ class Writer:
                 save.notes.append(note)
             self.other_course = None
         folders.publish(save.hidden, self.folder_of(save.progress))
+        in_use: list[int] = []
+        if self.after_save is not None:
+            self.after_save.add(self.folder_of(save.progress))
+            in_use = self.after_save.steps
         save.bytes = sum(total for total, _ in files.values())
         try:
             folders.delete_surplus(
@@ -259,6 +266,7 @@ class Writer:
                 self.run.keep_every,
                 save.progress.iteration,
                 self.covered,
+                in_use,
             )
         except OSError as error:  # the save has not failed: its own checkpoint is complete
             save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")

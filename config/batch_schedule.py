@@ -109,7 +109,7 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
         while first <= samples and int(first / samples_per_size) < i:
             first += 1
         starts.append((first, start + i * increment))
-    return _joined(starts)
+    return joined(starts)
 
 
 def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
@@ -117,7 +117,7 @@ def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
 
     Tokens are rounded down to whole samples of `seq_length`. Raise UserError for malformed words.
     """
-    return _joined([(tokens // seq_length, size) for tokens, size in parse_steps(words)])
+    return joined([(tokens // seq_length, size) for tokens, size in parse_steps(words)])
 
 
 def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
@@ -170,7 +170,7 @@ def _tokens(text: str) -> int | None:
     return round(number) if 0 <= number < math.inf else None
 
 
-def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
+def joined(starts: list[tuple[int, int]]) -> BatchSchedule:
     """Return the schedule of these starts, without starts that have no effect.
 
     A start has no effect if the next start is at the same sample, or if its size is the size

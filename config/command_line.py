@@ -22,12 +22,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from config import stages
 from config.cli import Parser, check_decoded, number, whole_number
 from config.errors import UserError, nearest
 from config.inherited import Inherited
 from config.regular_files import open_regular
 from config.run_options import Run, as_typed
 from config.schema import GROUPS, Config, ModelShape
+from config.stages import StagePlan
 from config.validation import check_shape, check_used, unused_rotary
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ def parse_request(
     parser = _parser(description)
     flags, unknown = parser.parse_known_args(arguments)
     translation: Translation | None = None  # the arguments in our names, if some are not ours
-    if unknown:  # the arguments may have Megatron-LM's names of options
+    if unknown or _has_other_values(vars(flags)):  # perhaps by Megatron-LM's names
         from config import spelling
 
         translation = spelling.translate(arguments)
@@ -147,6 +149,11 @@ def parse_request(
         by_file = {name: value for name, value in by_file.items() if name not in BATCH_SIZES}
     given = by_file | by_flags
     given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
+    # A branch that was begun goes on, as by --resume auto.
+    if "branch_from" in given and given.setdefault("resume", "auto") != "auto":
+        both = f"--branch-from {given['branch_from']} and --resume {given['resume']}"
+        raise UserError(f"give one of {both}")
+    plan = _read_plan(given)
     taken = resumed(given) if "resume" in given else Inherited()
     base = taken.model if given.keys().isdisjoint(SHAPE) else None
     if base is None and not taken.folder:
@@ -163,8 +170,11 @@ def parse_request(
         given |= {n: v for n, v in finished.items() if v != taken.options.get(n)}
     lacks: list[str] = []
     values = {**defaults(given), **taken.options, **given}
+    plan = plan or taken.plan
+    if plan:
+        plan, values = _with_plan(plan, values, given)
     config = build(values, lacks if plans else None, base)
-    config = dataclasses.replace(config, past=taken.past)
+    config = dataclasses.replace(config, past=taken.past, plan=plan)
     check_used(config, given)  # UserError if a given option has no effect
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
@@ -175,6 +185,50 @@ def parse_request(
     if taken.note:
         notes.append(taken.note)
     return Request(config, frozenset(given), tuple(notes), given.get("model"), taken)
+
+
+def _has_other_values(given: Mapping[str, Any]) -> bool:
+    """Return whether an option has a value that is not among its choices.
+
+    given: the values of flags by the option's name.
+    """
+    options = _options()
+    choices = {name: options[name].metadata["choices"] for name in given.keys() & options.keys()}
+    return any(choices[name] and given[name] not in choices[name] for name in choices)
+
+
+def _read_plan(given: Mapping[str, Any]) -> StagePlan | None:
+    """Return the plan in the file of --stages, or None; UserError if the file is wrong."""
+    path = given.get("stages")
+    if path is None:
+        return None
+    check_option("stages", path)
+    return stages.from_table(read_toml(path, f"--stages {path}"), path)
+
+
+def _with_plan(
+    plan: StagePlan, values: dict[str, Any], given: Mapping[str, Any]
+) -> tuple[StagePlan, dict[str, Any]]:
+    """Return the plan and the options of a run with stages, where one says what the other does.
+
+    The corpora of the first stage are those of --data, and so of the validation split, if --data is
+    not given. An end of the run that is given replaces the one of an earlier start.
+    """
+    values = dict(values)
+    first = plan.stages[0]
+    if "data" not in values and first.data:
+        values["data"] = first.data
+    for name in ("rampup_batch_size", "batch_schedule"):
+        if values.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} and --stages: give a stage for each size, global_batch_size")
+    ends = [name for name in ("steps", "train_samples") if given.get(name) is not None]
+    if plan.train_tokens is None or ("stages" not in given and ends):
+        return dataclasses.replace(plan, train_tokens=None), values
+    if ends:
+        flag = f"--{ends[0].replace('_', '-')} {given[ends[0]]}"
+        raise UserError(f"give one of {flag} and train_tokens({plan.train_tokens}) of --stages")
+    return plan, {k: v for k, v in values.items() if k not in ("steps", "train_samples")}
 
 
 def _set_keys(words: Collection[str]) -> dict[str, Any]:

@@ -20,10 +20,15 @@ from typing import Any
 from config.past import Past
 from config.run_options import LOSS_SCALE, Data, Training
 from config.schema import ModelShape
+from config.stages import StagePlan
 
 # Options of the data that do not say what is trained: what a start evaluates, and where it keeps
 # orders of samples.
-OF_THE_START = ("eval_every", "eval_samples", "eval_data", "eval_ema", "cache")
+# The plan of --stages is taken over as it was read, and not its path.
+OF_THE_START = (
+    *("eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema"),
+    *("cache", "stages"),
+)
 # Other spellings of an option, which no finished configuration has.
 SPELLINGS = ("batch_tokens",)
 # Options of which one replaces the others: if one is given, the others are not taken over.
@@ -36,7 +41,8 @@ class Inherited:
 
     options: the values of options that were not given, by name. model: the checkpoint's model; None
     if there is no checkpoint. past: what was done before. folder: the checkpoint. changed: options
-    of an earlier version that are constants now, where the checkpoint has another value.
+    of an earlier version that are constants now, where the checkpoint has another value. plan: the
+    stages of the run (--stages).
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -44,6 +50,7 @@ class Inherited:
     past: Past = field(default_factory=Past)
     folder: str = ""
     changed: tuple[str, ...] = ()
+    plan: StagePlan | None = None
 
     @property
     def note(self) -> str:

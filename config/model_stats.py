@@ -270,5 +270,5 @@ def elements_of_run(config: Config) -> int:
     vocabulary = max(model.vocab_size, config.layout.pad_vocab_multiple)
     tokens = config.layout.micro_batch_size * model.seq_length
     activations = tokens * (vocabulary + model.hidden * model.layers)
-    samples = max(config.ordered) + config.data.eval_samples
+    samples = max([*config.ordered, config.total_samples]) + config.data.eval_samples
     return parameters(model) + vocabulary * model.hidden + activations + samples

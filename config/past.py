@@ -14,11 +14,46 @@ import json
 import re
 import secrets
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from config.batch_schedule import BatchSchedule
 
 RUN = re.compile(r"[0-9a-f]{0,32}")  # Past.run
+
+
+class BegunStage(NamedTuple):
+    """A stage of --stages that has begun, as it was done.
+
+    name, from_tokens: as the file gave them. step, samples, tokens: those of the run before its
+    first step. data: the words of --data. seq_length: the tokens of a sample. blocks: (corpus,
+    tokens of a block) for each corpus of the data (corpora/streams.py).
+    """
+
+    name: str
+    from_tokens: int
+    step: int
+    samples: int
+    tokens: int
+    data: tuple[str, ...]
+    seq_length: int
+    blocks: tuple[tuple[str, int], ...] = ()
+
+
+class Branch(NamedTuple):
+    """Where a run of --branch-from began.
+
+    checkpoint: its folder. run: the name of the run that saved it, "" if it is not known. step,
+    samples, tokens: those of that run at the checkpoint. skipped: samples of steps that changed no
+    weight.
+    """
+
+    checkpoint: str
+    run: str
+    step: int
+    samples: int
+    tokens: int
+    skipped: int = 0
 
 
 class Start(NamedTuple):
@@ -41,7 +76,10 @@ class Past:
     was resumed. ordered: for how many samples the order of samples was made, and then continued
     (corpora/corpus_splits.py); empty if the data are not those of the earlier starts. run: a random
     text that all starts of a run share, by which its files are told from those of another run in
-    the same folder; empty if it is not known.
+    the same folder; empty if it is not known. stages: the stages of --stages that have begun, the
+    oldest first; empty without --stages. branch: where the run began as a branch; None: at step 0.
+    tokens: the tokens of all samples; -1 if it is not known. skipped: the samples of steps that
+    changed no weight.
     """
 
     step: int = 0
@@ -49,6 +87,26 @@ class Past:
     starts: tuple[Start, ...] = ()
     ordered: tuple[int, ...] = ()
     run: str = ""
+    stages: tuple[BegunStage, ...] = ()
+    branch: Branch | None = None
+    tokens: int = -1
+    skipped: int = 0
+
+    @property
+    def last_batch(self) -> int:
+        """The samples of the last step that was done; 0 if it is not known."""
+        if not self.starts or not self.samples:
+            return 0
+        return BatchSchedule(self.starts[-1].sizes).batch(self.samples - 1)
+
+    def begun_stages(self, data: tuple[str, ...], seq_length: int) -> tuple[BegunStage, ...]:
+        """Return the stages that have begun; a past without --stages is one.
+
+        data, seq_length: what the run reads now, which is what it has read in such a past.
+        """
+        if self.stages or not self.step:
+            return self.stages
+        return (BegunStage("start", 0, 0, 0, 0, data, seq_length),)
 
     def consumed(self, steps: int, sizes: BatchSchedule) -> int:
         """Return the samples that the run has consumed after `steps` steps, never fewer than now.
@@ -87,15 +145,30 @@ class Past:
         return (*self.ordered, total)
 
 
-def to_text(starts: tuple[Start, ...], ordered: tuple[int, ...], run: str = "") -> str:
-    """Return the text that a checkpoint keeps of a run's past; `from_text` reads it."""
-    return json.dumps({"starts": starts, "ordered": ordered, "run": run})
+def to_text(
+    starts: tuple[Start, ...],
+    ordered: tuple[int, ...],
+    run: str = "",
+    stages: tuple[BegunStage, ...] = (),
+    branch: Branch | None = None,
+) -> str:
+    """Return the text that a checkpoint keeps of a run's past; `from_text` reads it.
+
+    The arguments are fields of Past.
+    """
+    values: dict[str, Any] = {"starts": starts, "ordered": ordered, "run": run}
+    if stages:
+        values["stages"] = stages
+    if branch:
+        values["branch"] = branch
+    return json.dumps(values)
 
 
-def from_text(text: str, step: int, samples: int) -> Past:
+def from_text(text: str, step: int, samples: int, tokens: int = -1, skipped: int = 0) -> Past:
     """Return the past of a run that resumes a checkpoint with this text, after `step` steps.
 
-    samples: the samples consumed in these steps. Raise ValueError if the text is damaged.
+    samples, tokens: those consumed in these steps. skipped: samples without effect.
+    Raise ValueError if the text is damaged.
     """
     try:
         values = json.loads(text)
@@ -107,9 +180,31 @@ def from_text(text: str, step: int, samples: int) -> Past:
         run = values["run"]
         if not all(start.sizes for start in starts) or not RUN.fullmatch(run):
             raise ValueError("a start has no batch size, or the run no name")
+        stages = tuple(_stage_from(*fields) for fields in values.get("stages", ()))
+        begins = [(stage.step, stage.samples, stage.tokens) for stage in stages]
+        if begins and (begins[0] != (0, 0, 0) or any(a >= b for a, b in pairwise(begins))):
+            raise ValueError("its stages do not follow each other from step 0 on")
+        branch = values.get("branch")
+        if branch is not None:
+            folder, name, *counts = branch
+            if not isinstance(folder, str) or not RUN.fullmatch(name) or len(counts) != 4:
+                raise ValueError("it is no branch")
+            branch = Branch(folder, name, *map(_count, counts))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{text:.80} is no past of a run") from None
-    return Past(step, samples, tuple(starts), ordered, run)
+    return Past(step, samples, tuple(starts), ordered, run, stages, branch, tokens, skipped)
+
+
+def _stage_from(
+    name: Any, first: Any, step: Any, samples: Any, tokens: Any, data: Any, length: Any, blocks: Any
+) -> BegunStage:
+    """Return the stage of these values of a text; raise ValueError if one of them is wrong."""
+    words = [name, *data, *(prefix for prefix, _ in blocks)]
+    if not data or not all(isinstance(word, str) and word.isprintable() for word in words):
+        raise ValueError("a stage has no data")
+    sizes = tuple((prefix, _count(size, 1)) for prefix, size in blocks)
+    counts = [_count(value) for value in (first, step, samples, tokens)]
+    return BegunStage(name, *counts, tuple(data), _count(length, 1), sizes)
 
 
 def new_run() -> str:

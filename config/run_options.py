@@ -237,6 +237,9 @@ class Training:
         0.001, "update rate of --balance bias, or aux loss coefficient", minimum=0.0
     )
     router_z_loss: float = option(0.0, "router z-loss coefficient", minimum=0.0)
+    z_loss: float = option(
+        0.0, "z-loss coefficient of the output logits, such as 1e-5", minimum=0.0
+    )
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 
     @property
@@ -265,6 +268,11 @@ class Data:
         "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic",
         nargs="+",
     )
+    stages: str = option(
+        None,
+        "TOML file of [[stage]] tables: from so many tokens on, other corpora, sequence length, "
+        "batch size or schedule of the rate; see docs/data.md",
+    )
     split: str = option(
         "95,5,0",
         "shares of train, validation and test, by document",
@@ -274,12 +282,18 @@ class Data:
         0,
         "steps between evaluations, 0: only when training ends",
         minimum=0,
-        needs=Needs(("eval_samples", "eval_data"), reason="nothing is evaluated"),
+        needs=Needs(("eval_samples", "eval_data", "eval_tasks"), reason="nothing is evaluated"),
     )
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
     eval_data: tuple = option(
         None,
         "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or so many",
+        nargs="+",
+    )
+    eval_tasks: tuple = option(
+        None,
+        "[NAME=]FILE[:ROWS] ..., evaluate the multiple-choice tasks in these files too, on all "
+        "rows or so many",
         nargs="+",
     )
     eval_ema: bool = option(
@@ -379,6 +393,52 @@ def parse_eval_sets(words: tuple) -> list[EvalSet]:
     return list(sets.values())
 
 
+# A word of --eval-tasks, [NAME=]FILE[:ROWS]; the groups are these three.
+TASK_FILE = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9_.-]*)=)?(.+?)(?::([0-9]{1,18}))?")
+# The name that lm_eval gives to the file of a task's samples: samples_TASK_2026-01-31T12-....jsonl.
+SAMPLES_FILE = re.compile(r"samples_(.+?)_[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9.-]+")
+
+
+class TaskFile(NamedTuple):
+    """A file of --eval-tasks.
+
+    name: the task's name in the log. path: the file. rows: the number of its first rows that are
+    evaluated; None: all of them.
+    """
+
+    name: str
+    path: str
+    rows: int | None
+
+
+def parse_task_files(words: tuple) -> list[TaskFile]:
+    """Return the files of --eval-tasks.
+
+    words: texts [NAME=]FILE[:ROWS]. Without NAME the task has the name of its file up to the first
+    dot. Raise UserError if a word is malformed or a name repeats.
+    """
+    files: dict[str, TaskFile] = {}
+    for word in map(str, words):
+        match = TASK_FILE.fullmatch(word)
+        if match is None or match[3] == "0":
+            raise UserError(
+                f"--eval-tasks takes [NAME=]FILE[:ROWS] such as data/arc_easy.jsonl or "
+                f"arc=data/arc_easy.jsonl:500, not {word!r}"
+            )
+        name, path, count = match.groups()
+        if name is None:
+            name = os.path.basename(path).partition(".")[0]
+            # The date in the name of lm_eval's file has a dot before its fraction of a second.
+            of_samples = SAMPLES_FILE.fullmatch(name)
+            name = of_samples[1] if of_samples else name
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise UserError(f"--eval-tasks {word}: {name!r} is no name: give NAME={word}")
+        if name in files:
+            raise UserError(f"--eval-tasks {word}: another task is called {name}")
+        files[name] = TaskFile(name, path, int(count) if count else None)
+    return list(files.values())
+
+
 TRACKED_RUNS = "trackers.json"
 
 
@@ -463,7 +523,22 @@ class Run:
         minimum=0,
         needs=Needs(("keep_last",), reason="now all are kept"),
     )
+    after_save: str = option(
+        None,
+        "shell command to run for each complete checkpoint, $TRINE_CHECKPOINT, beside the training",
+        needs=SAVES,
+    )
     resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
+    branch_from: str = option(
+        None,
+        "begin another run in --out with the state of this checkpoint, or go on with that run",
+    )
+    decay_tokens: int = option(
+        None,
+        "train the branch for so many tokens, in which the learning rate falls to --min-lr",
+        minimum=1,
+        needs=Needs(("branch_from",), reason="it is a branch that decays"),
+    )
     load_weights_only: bool = option(
         False,
         "take only the weights from --resume, begin at step 0",

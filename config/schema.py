@@ -8,6 +8,7 @@ fields; validation.py checks which options go together. A `Config` has one insta
 axes of the mesh are pp, dp, cp and tp.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
@@ -21,6 +22,7 @@ from config.block_attention import BlockAttention, flags_of
 from config.errors import UserError
 from config.past import Past
 from config.run_options import EXPERTS, ROTARY, Data, Needs, Run, Training, option
+from config.stages import PlacedStage, StagePlan, place
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
@@ -596,11 +598,61 @@ class Config:
     passed_over: tuple[tuple[int, int], ...] = ()
     # The steps done before this start, on which every number of the whole run depends.
     past: Past = field(default_factory=Past)
+    # The stages of --stages; None: the options hold for all of the run.
+    plan: StagePlan | None = None
 
     @cached_property
     def batches(self) -> BatchSchedule:
         """The sizes of the run's global batches; UserError if the options are inconsistent."""
-        return batch_schedule(self.training, self.model.seq_length)
+        if self.plan is None:
+            return batch_schedule(self.training, self.model.seq_length)
+        starts = [(stage.samples, stage.batch) for stage in self.stages]
+        return batches.joined(starts)
+
+    @cached_property
+    def stages(self) -> tuple[PlacedStage, ...]:
+        """The stages of the run, with their places; () without --stages.
+
+        UserError if they contradict what is over.
+        """
+        if self.plan is None:
+            return ()
+        size = self.training.global_batch_size
+        return place(self.plan, self.past, self.data.data, self.model.seq_length, size)
+
+    def stage_at(self, samples: int) -> PlacedStage | None:
+        """Return the stage of the sample with this number in the run; None without --stages."""
+        stages = self.stages
+        later = bisect.bisect_right(stages, samples, key=lambda stage: stage.samples)
+        return stages[later - 1] if stages else None
+
+    def length_at(self, samples: int) -> int:
+        """Return the tokens of the sample with this number in the run."""
+        stage = self.stage_at(samples)
+        return stage.length if stage else self.model.seq_length
+
+    def model_at(self, samples: int) -> ModelShape:
+        """Return the model with the sample length of the step that begins at this sample."""
+        length = self.length_at(samples)
+        if length == self.model.seq_length:
+            return self.model
+        return dataclasses.replace(self.model, seq_length=length)
+
+    def tokens_at(self, samples: int) -> int:
+        """Return the tokens of the run before the sample with this number."""
+        stage = self.stage_at(samples)
+        return stage.tokens_at(samples) if stage else samples * self.model.seq_length
+
+    @property
+    def lengths(self) -> list[int]:
+        """The numbers of tokens that samples of this start and later ones have, ascending."""
+        return sorted({s.length for s in self.stages_left} or {self.model.seq_length})
+
+    @property
+    def stages_left(self) -> tuple[PlacedStage, ...]:
+        """The stages that this start and later ones train; () without --stages."""
+        now = self.stage_at(self.past.samples)
+        return self.stages[self.stages.index(now) :] if now else ()
 
     @property
     def levels(self) -> list[Level]:
@@ -641,6 +693,15 @@ class Config:
         """
         if self.training.steps is not None:
             return self.past.consumed(self.training.steps, self.batches)
+        if self._end_tokens is not None:
+            last = self.stages[-1]
+            steps = max(0, self._end_tokens - last.tokens) // (last.length * last.batch)
+            begin = last.samples
+            if last.is_begun:  # whole steps after those that are done, of whatever size they were
+                begin = self.past.samples
+                left = max(0, self._end_tokens - last.tokens_at(begin))
+                steps = left // (last.length * last.batch)
+            return begin + steps * last.batch
         return self.training.train_samples
 
     @property
@@ -648,7 +709,14 @@ class Config:
         """The number of the run's last step; an incomplete last batch is no step."""
         if self.training.steps is not None:
             return self.training.steps
-        return self.past.step + self.batches.steps(self.training.train_samples, self.past.samples)
+        return self.past.step + self.batches.steps(self.total_samples, self.past.samples)
+
+    @property
+    def _end_tokens(self) -> int | None:
+        """The tokens at which a run with --stages ends; None if --train-samples says the end."""
+        if self.plan is None or self.training.train_samples is not None:
+            return None
+        return self.plan.train_tokens
 
     @property
     def ordered(self) -> tuple[int, ...]:
@@ -656,6 +724,13 @@ class Config:
 
         The last number or one before it is at least `total_samples` (Past.ordered).
         """
+        if self.plan is not None:
+            # Stages do not read in orders of a number of samples, but what a run has read before it
+            # had stages is in one, and goes on in it up to the first stage.
+            if not self.past.ordered:
+                return ()
+            ends = [stage.samples for stage in self.stages[1:2]]
+            return self.past.with_order(min([self.total_samples, *ends]))
         return self.past.with_order(self.total_samples)
 
     def micro_batches(self, batch: int) -> int:

@@ -25,7 +25,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import batch_schedule, families
 from config.cli import Parser
@@ -89,7 +89,7 @@ def translate(words: list[str]) -> Translation:
 
     words: the command line, with names of theirs and of ours. In the translation, the words that
     were ours already come first. Raise UserError if Trine does not have what an option asks for, or
-    if an option is given by two names. Called if a command line has an unknown flag.
+    if an option is given by two names. Called if a command line has an unknown flag or value.
     """
     # This parser knows only Megatron-LM's options. parse_known_args returns the words that it does
     # not know as the list `ours`: they are flags of Trine and their values.
@@ -178,9 +178,14 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
         if len(values) > 1:
             raise UserError(f"{flag} takes one value, not {' '.join(values)}")
         return ["--set", f"{key}={''.join(values) or 'true'}"]
-    translation.ours[flag] = f"--{NAMES['same'][name]}"
-    our_values = NAMES["values"].get(name, {})  # our value for each of theirs that differs
-    return [translation.ours[flag], *(our_values.get(value, value) for value in values)]
+    our_flag = f"--{NAMES['same'][name]}"
+    translations = NAMES["values"].get(name, {})  # our value for each of theirs that differs
+    our_values = [translations.get(value, value) for value in values]
+    if our_flag != flag:
+        translation.ours[flag] = our_flag
+    elif our_values != values:  # only the value has another name
+        translation.ours[written] = " ".join([our_flag, *our_values])
+    return [our_flag, *our_values]
 
 
 def _number(name: str, values: list[str]) -> float:
@@ -241,12 +246,21 @@ def suggestion(name: str, options: Mapping[str, str]) -> str:
 # ---- Models by name ------------------------------------------------------------------------------
 
 
-def _load_presets() -> tuple[dict[str, ModelShape], dict[str, list[str]], dict[str, str]]:
-    """Return three dictionaries of presets.toml: shapes, lacks and aliases.
+class _Presets(NamedTuple):
+    """Dictionaries of presets.toml."""
+
+    shapes: dict[str, ModelShape]
+    lacks: dict[str, list[str]]
+    aliases: dict[str, str]
+    missing: dict[str, str]
+
+
+def _load_presets() -> _Presets:
+    """Return four dictionaries of presets.toml: shapes, lacks, aliases and missing.
 
     Shapes and lacks have a value for each preset, by its name, in the file's order: its ModelShape,
     and sentences about parts that the engine cannot train. The aliases have the name of the preset
-    for each other name.
+    for each other name. The last one has what is missing for models whose names begin so.
     """
     tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
     shapes = {}
@@ -257,7 +271,7 @@ def _load_presets() -> tuple[dict[str, ModelShape], dict[str, list[str]], dict[s
             # `sizes` are the first fields of ModelShape: layers, hidden, heads, ...
             shapes[name] = ModelShape(*sizes, **options)
             lacks[name] = family.get("lacks", [])
-    return shapes, lacks, tree["aliases"]
+    return _Presets(shapes, lacks, tree["aliases"], tree["missing"])
 
 
 def _first_options(family: str | None) -> dict[str, Any]:
@@ -267,9 +281,9 @@ def _first_options(family: str | None) -> dict[str, Any]:
 
 
 # LACKS has, for each preset, sentences about parts of the model that train.py cannot train.
-PRESETS, LACKS, ALIASES = _load_presets()
+PRESETS, LACKS, ALIASES, MISSING = _load_presets()
 # Names of repositories may end in these words, on which the model's shape does not depend.
-ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|v0\.1))+$")
+ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|it|pt|v0\.1))+$")
 
 
 def preset_name(name: str) -> str:
@@ -301,6 +315,9 @@ def preset(name: str) -> ModelShape:
     """
     key = preset_name(name)
     if key not in PRESETS:
+        for begin, missing in MISSING.items():
+            if key.startswith(begin):
+                raise UserError(f"{name!r} cannot be expressed here: it has {missing}")
         hint = nearest(key, list(PRESETS), 0.5, most=3) or "; train.py --help model lists them"
         no_file = ", and there is no such file" if "/" in name else ""
         raise UserError(f"no preset is called {name!r}{no_file}{hint}")

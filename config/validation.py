@@ -14,8 +14,9 @@ from typing import Any
 
 from config.block_attention import flags_of
 from config.errors import UserError
-from config.run_options import Needs, Run, as_typed, parse_eval_sets
+from config.run_options import Needs, Run, as_typed, parse_eval_sets, parse_task_files
 from config.schema import ELEMENTWISE, ROTARY_OPTIONS, Config, Layout, ModelShape, Training
+from config.stages import prefixes_of
 
 
 def check(config: Config, ranks: int) -> Config:
@@ -25,9 +26,11 @@ def check(config: Config, ranks: int) -> Config:
     check_shape(config.model)
     check_split(config.model, layout)
     check_batches(config)
+    _check_stages(config)
     _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     parse_eval_sets(config.data.eval_data or ())
+    parse_task_files(config.data.eval_tasks or ())
     _check_objective(config)
     check_sharding(layout, config.training)
     _check_experts(config.model, layout, config.training)
@@ -44,7 +47,8 @@ def check(config: Config, ranks: int) -> Config:
 def check_any_length(config: Config, ranks: int) -> Config:
     """Return the result of `check` for a run whose length may be missing: then it is one step."""
     training = config.training
-    if training.steps is None and training.train_samples is None:
+    ends = training.steps, training.train_samples, config.plan and config.plan.train_tokens
+    if ends == (None, None, None):
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
     return check(config, ranks)
 
@@ -219,8 +223,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
     for name, size in sizes.items():
         if size % layout.tp:
             raise UserError(f"tp({layout.tp}) does not divide {name}({size})")
-    if product := _uncut(layout, model.seq_length):
-        raise UserError(f"{product} does not divide seq-length({model.seq_length})")
+    check_cut(layout, model.seq_length)
     _check_schedule(layout)
     _check_experts(model, layout)
     if layout.stages > model.layers + 2:
@@ -315,6 +318,12 @@ def _check_trainable(model: ModelShape) -> None:
             "always 1, so that the router learns nothing; give --experts-per-token 2, or "
             "router_normalised = false for top-1 routing"
         )
+
+
+def check_cut(layout: Layout, length: int, when: str = "") -> None:
+    """Raise UserError if ranks cannot divide a sample of `length` tokens; when: its end."""
+    if product := _uncut(layout, length):
+        raise UserError(f"{product} does not divide seq-length({length}){when}")
 
 
 def _uncut(layout: Layout, length: int) -> str:
@@ -461,6 +470,37 @@ def check_batches(config: Config) -> None:
         check_batch(config.layout, name, level.batch, when)
 
 
+def _check_stages(config: Config) -> None:
+    """Raise UserError if the stages of --stages cannot be trained as they are."""
+    for stage in config.stages_left:
+        when = f" of stage {stage.name}"
+        check_cut(config.layout, stage.length, when)
+        words = " ".join(map(str, stage.data))
+        if (stage.data == ("synthetic",)) != (config.data.data == ("synthetic",)):
+            other = " ".join(map(str, config.data.data))
+            both = f"stage {stage.name} reads {words}, --data is {other}"
+            raise UserError(f"{both}: random tokens do not mix with files")
+        prefixes = prefixes_of(stage.data)
+        if twice := next((one for one in prefixes if prefixes.count(one) > 1), None):
+            raise UserError(
+                f"stage {stage.name} reads {twice} twice, in {words}: give it one weight"
+            )
+        if config.data.objective == "prefix" and stage.length < 2:
+            raise UserError(
+                f"--objective prefix needs samples of 2 tokens or more, not {stage.length}{when}"
+            )
+        own = stage.stage
+        training = config.training
+        peak = training.lr if own.lr is None else own.lr
+        if own.min_lr is not None and own.min_lr > peak:
+            raise UserError(f"stage {stage.name}: min_lr({own.min_lr:g}) is above lr({peak:g})")
+    if len(config.lengths) > 1 and config.run.routing_file:
+        lengths = ", ".join(map(str, config.lengths))
+        raise UserError(
+            f"--record-routing and --pin-routing take samples of one length, not of {lengths}"
+        )
+
+
 def check_sharding(layout: Layout, training: Training) -> None:
     """Raise UserError if --zero or recomputation does not go with other options."""
     name = training.optimizer
@@ -537,12 +577,18 @@ def _check_precision(training: Training) -> None:
 def _check_length(config: Config) -> None:
     """Raise UserError if the run has no length, or two, or if the learning rate would rise."""
     training = config.training
-    if (training.steps is None) == (training.train_samples is None):
-        given = "neither was" if training.steps is None else "both were"
-        raise UserError(f"give one of --steps and --train-samples; {given} given")
+    ends_by_plan = config.plan is not None and config.plan.train_tokens is not None
+    if training.steps is not None and training.train_samples is not None:
+        raise UserError("give one of --steps and --train-samples; both were given")
+    if training.steps is None and training.train_samples is None and not ends_by_plan:
+        also = ", or train_tokens in the file of --stages" if config.plan else ""
+        raise UserError(f"give one of --steps and --train-samples{also}; neither was given")
     if config.total_steps == 0:
         first = config.batches.batch(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
+        if ends_by_plan and config.plan:
+            end = f"train_tokens({config.plan.train_tokens})"
+            raise UserError(f"{end} is less than one batch of {first} samples")
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
     if training.lr_schedule != "constant" and training.final_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")

@@ -2,11 +2,14 @@
 
     token_files   reads and writes the .bin/.idx pair of Megatron-LM
     sample_order  which tokens of a corpus each sample holds, and the order of the samples
+    streams       the samples of a run with stages: each corpus goes on where it was
     blends        samples of several corpora, mixed by weight
     usage         counts the tokens that a run has read from each corpus
     mapped_files  the cache of orders: one process of a node builds it, all processes map it
     objectives    which tokens a token sees and which labels count: masks, prefixes, fill-in
     corpus_splits  the splits of --data and the sets of --eval-data
+    tasks         the multiple-choice tasks of --eval-tasks: rows, tokens, results
+    text_sources  the texts of files of many formats; the reader of JSON lines
     text          prompts as token ids, and ids as text
     encoder       how documents, prompts and conversations become token ids
     tokenizer_files  tokenizer.json, and the settings and chat templates beside it

@@ -17,6 +17,8 @@ Megatron's order of the samples that are missing. `requests` are these numbers o
 """
 
 import math
+import os
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +43,7 @@ from corpora.sample_order import (
     split_ranges,
     tokens_per_epoch,
 )
+from corpora.streams import CorpusStream, OfStreams, StageSamples, orders_of
 from corpora.token_files import IndexedDataset
 
 # A blend requests more samples from each part than the part's share, by this ratio. The order of a
@@ -64,10 +67,88 @@ class Corpora:
         ranges of its sequences in the splits train, validation and test.
         """
         self.config = config
+        self._open_datasets = dict[str, IndexedDataset]()
         self.cache = ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
-        self.datasets = [_open(prefix, config, self.cache) for prefix in prefixes]
+        self.datasets = [self._dataset(prefix) for prefix in prefixes]
         self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
+
+    def _dataset(self, prefix: str) -> IndexedDataset:
+        """Return the corpus `prefix`, which is opened once."""
+        if prefix not in self._open_datasets:
+            self._open_datasets[prefix] = _open(prefix, self.config, self.cache)
+        return self._open_datasets[prefix]
+
+    def staged(self) -> tuple[StageSamples | None, ...]:
+        """Return the train samples of each stage of the run; None: random tokens.
+
+        Raise UserError if a corpus of a stage is missing, or too small for one of its samples.
+        """
+        config = self.config
+        stages = config.stages
+        sizes = {prefix: size for stage in reversed(stages) for prefix, size in stage.blocks}
+        ends = [stage.samples for stage in stages[1:]] + [config.total_samples]
+        streams: dict[str, CorpusStream] = {}
+        positions = Counter[str]()
+        earlier: dict[str, list[GPTSamples]] = {}
+        taken: dict[str, int] = {}  # samples of each corpus in these orders
+        places: dict[str, str] = {}  # the prefix of each corpus, by where its tokens are
+        found: list[StageSamples | None] = []
+        for stage, stop in zip(stages, ends):
+            count = max(0, stop - stage.samples)
+            if stage.data == ("synthetic",):
+                found.append(None)
+                continue
+            if config.past.ordered and stage is stages[0]:  # a past without stages
+                samples = self.split(SPLITS.index("train"), config.ordered)
+                earlier = orders_of(samples)
+                positions.update(samples.count_by_corpus(0, stop))
+                taken = dict(positions)
+                for prefix in taken:
+                    positions[prefix] *= stage.length
+                    places[os.path.realpath(f"{prefix}.bin")] = prefix
+                found.append(samples)
+                continue
+            prefixes, weights = parse_blend(stage.data)
+            for prefix in prefixes:
+                place = os.path.realpath(f"{prefix}.bin")
+                if places.setdefault(place, prefix) != prefix:
+                    both = f"{places[place]} and {prefix} of --stages are the same corpus"
+                    raise UserError(f"{both}, {place}: write it in one way, to read it as one")
+                if prefix not in streams:
+                    before = earlier.get(prefix, [])
+                    read = taken[prefix] if before else 0
+                    streams[prefix] = self._stream(prefix, sizes[prefix], before, read)
+                if streams[prefix].tokens <= stage.length:
+                    has = f"the train split of {prefix} has {streams[prefix].tokens} tokens"
+                    raise TooFewTokens(
+                        f"stage {stage.name}: {has}, one sample takes "
+                        f"seq-length({stage.length}) + 1"
+                    )
+            of_stage = [streams[prefix] for prefix in prefixes]
+            order = None
+            if len(prefixes) > 1:
+                shares = normalise(weights or [stream.tokens for stream in of_stage])
+                order = find_blend_order(normalise(shares), max(1, count), self.cache)
+            begins = [positions[prefix] for prefix in prefixes]
+            part = OfStreams(of_stage, begins, stage.samples, stage.length, order)
+            read_here = part.count_by_corpus(stage.samples, stage.samples + count)
+            for prefix, samples_read in read_here.items():
+                positions[prefix] += samples_read * stage.length
+            found.append(part)
+        return tuple(found)
+
+    def _stream(
+        self, prefix: str, size: int, earlier: list[GPTSamples], taken: int
+    ) -> CorpusStream:
+        """Return the stream of a corpus. size: the tokens of a block; the rest: CorpusStream."""
+        dataset = self._dataset(prefix)
+        sequences = split_ranges(self.config.data.split, len(dataset))[SPLITS.index("train")]
+        seed = self.config.training.seed
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed({seed}) of the sample order must be in 0..{2**32 - 1}")
+        vocab = self.config.model.vocab_size
+        return CorpusStream(dataset, sequences, size, seed, vocab, self.cache, earlier, taken)
 
     def split(self, number: int, requests: Sequence[int]) -> Samples:
         """Return the samples of a split: from the only corpus, or a blend.
@@ -110,15 +191,19 @@ class Corpora:
 
         The log divides the tokens that the run has read by them, to show epochs.
         """
-        parts = zip(self.datasets, self.ranges)
-        return {dataset.prefix: dataset.tokens_in(train) for dataset, (train, _, _) in parts}
+        found = {}
+        for prefix, dataset in self._open_datasets.items():
+            train, _, _ = split_ranges(self.config.data.split, len(dataset))
+            found[prefix] = dataset.tokens_in(train)
+        return found
 
     def describe(self) -> str:
         """Return a line for the start of a run: how tokens are read, where orders are kept.
 
         The reading itself is done by the threads of prefetch.py.
         """
-        order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
+        kind = "order of epochs" if self.config.plan else f"{self.config.data.order} order"
+        order = f"{kind} in {self.cache.folder or 'memory'}"
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
     def _part(self, i: int, ranges: list[range], requests: Sequence[int]) -> GPTSamples | Continued:

@@ -99,9 +99,17 @@ class Encoder:
 
         Special tokens that it names are tokens; one that begins a document is not doubled.
         """
-        ids = self.conversation(text).ids
+        return self.prompts([text])[0]
+
+    def prompts(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of several prompts; see `prompt`."""
+        self.tokenizer.encode_special_tokens = False
         begin = self.begin
-        return ids if begin and ids[: len(begin)] == begin else begin + ids
+        found = []
+        for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            ids = encoding.ids
+            found.append(ids if begin and ids[: len(begin)] == begin else begin + ids)
+        return found
 
     def conversation(self, text: str) -> Encoding:
         """Encode what a chat template has written, whose special tokens are tokens."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from config.errors import UserError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
+from corpora.streams import Staged
 
 READERS = 4  # the number of threads: so many reads can wait for a disk at the same time
 AHEAD = 8  # so many micro-batches are read, or in the queue, before the rank asks for them
@@ -189,8 +190,11 @@ class Prefetcher:
         The threads are started if they are not running. Memory for the micro-batch is allocated
         here, not in the threads: a tensor for each array of its rows (`objective.fields`).
         """
+        shape = self.shape
+        if isinstance(samples, Staged):  # samples of stages may have different lengths
+            shape = (shape[0], samples.length_of(first))
         tensors = {
-            name: torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned)
+            name: torch.empty(shape, dtype=torch.int64, pin_memory=self.pinned)
             for name in self.objective.fields
         }
         read = _Read(samples, first, self.objective, tensors)

@@ -79,6 +79,7 @@ class GPTSamples:
         if not 0 <= seed < 2**32:
             raise UserError(f"seed({seed}) of the sample order must be in 0..{2**32 - 1}")
         self.dataset = dataset
+        self.seq_length = seq_length
         self.vocab_size = vocab_size
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1  # None: one epoch, since a single sample fits into one
@@ -178,7 +179,7 @@ class GPTSamples:
             # unsigned numbers, so one comparison finds both.
             unsigned = tokens.view(self.dataset.unsigned)
             if unsigned.max() >= limit:
-                self._refuse(k, limit)
+                refuse_ids(self.dataset, self.spans(k), limit)
         return tokens.astype(np.int64)
 
     def answers(self, k: int) -> np.ndarray:
@@ -191,18 +192,19 @@ class GPTSamples:
             raise ValueError(f"the answers of {self.dataset.prefix} are not open")
         return self.dataset.answers.read(*self._cuts(k))
 
-    def _refuse(self, k: int, limit: int) -> None:
-        """Raise UserError with the place of the first token id of sample k outside [0, limit).
 
-        `sample` calls this when it has found such an id.
-        """
-        for prefix, sequence, offset, length, document in self.spans(k):
-            ids = self.dataset.get(sequence, offset, length).astype(np.int64)
-            bad = np.flatnonzero((ids < 0) | (ids >= limit))
-            if len(bad):
-                where = f"{prefix}: token {offset + bad[0]} of sequence {sequence}"
-                problem = f"has id {ids[bad[0]]}, but vocab-size is {limit}"
-                raise UserError(f"{where} (document {document}) {problem}")
+def refuse_ids(dataset: IndexedDataset, spans: list[TextSpan], limit: int) -> None:
+    """Raise UserError with the place of the first token id of a sample outside [0, limit).
+
+    spans: of the sample, which has such an id.
+    """
+    for prefix, sequence, offset, length, document in spans:
+        ids = dataset.get(sequence, offset, length).astype(np.int64)
+        bad = np.flatnonzero((ids < 0) | (ids >= limit))
+        if len(bad):
+            where = f"{prefix}: token {offset + bad[0]} of sequence {sequence}"
+            problem = f"has id {ids[bad[0]]}, but vocab-size is {limit}"
+            raise UserError(f"{where} (document {document}) {problem}")
 
 
 class Continued:

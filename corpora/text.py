@@ -81,14 +81,21 @@ class Text:
             if not ids:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
             return self._checked(ids, flag)
-        if not IDS.fullmatch(prompt):
+        listed = self.numbers(prompt)
+        if listed is None:
             # sample.py, whose flag is --prompt, has the option --tokenizer too.
             other_way = "--tokenizer FILE, or " if flag == "--prompt" else ""
             raise UserError(
                 f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus: "
                 f"give {other_way}token ids such as '17 4 250'"
             )
-        return self._checked([int(word) for word in re.findall(r"\d+", prompt)], flag)
+        return self._checked(listed, flag)
+
+    def numbers(self, text: str) -> list[int] | None:
+        """Return the token ids that a text lists, such as "17 4 250"; None if it lists none."""
+        if not IDS.fullmatch(text):
+            return None
+        return [int(word) for word in re.findall(r"\d+", text)]
 
     def _checked(self, ids: list[int], flag: str) -> list[int]:
         if max(ids) >= self.vocab_size:
@@ -116,6 +123,11 @@ def prefixes_of(data: tuple) -> list[str]:
     return prefixes
 
 
+def text_of_run(config: Config) -> Text:
+    """Return the encoder of a run's corpus; without one, texts are numbers. Raise UserError."""
+    return Text(find_tokenizer([], prefixes_of(config.data.data)), config.model.vocab_size)
+
+
 def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
     """Return the encoder of a run's corpus, and the token ids of every --sample-prompt.
 
@@ -123,13 +135,9 @@ def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
     samples of text. Raise UserError if a prompt has no ids, an unknown id, or seq-length ids or
     more: there must be room for the first generated token.
     """
-    model = config.model
     prompts = config.run.sample_prompt or ()
-    path = None
-    if prompts:
-        path = find_tokenizer([], prefixes_of(config.data.data))
-    text = Text(path, model.vocab_size)
-    length = model.seq_length
+    text = text_of_run(config) if prompts else Text(None, config.model.vocab_size)
+    length = config.model.seq_length
     encoded = [text.encode(prompt, "--sample-prompt") for prompt in prompts]
     for ids in encoded:
         if len(ids) >= length:

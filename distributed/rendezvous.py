@@ -45,7 +45,7 @@ class Meeting:
     # another thread uses `store`.
     second_store: Any = None
     group_store: Any = None  # the part of the store in which process groups meet
-    # The secret by which the ranks and the watchdog's monitor recognise one another.
+    # Shared secret that authenticates ranks to the monitor.
     monitor_key: str = field(default="", repr=False)
     # The process of every rank, in rank order: its id, and its start in ticks since boot.
     processes: list[tuple[int, int]] = field(default_factory=list)

@@ -182,7 +182,7 @@ class StoreExchange:
                 result = {"failed": [str(error), error.nodes, error.kind, error.ranks]}
             except UserError as error:
                 result = {"refused": str(error)}
-            self.store.set(result_key, packed(result))
+            self.store.set(result_key, packed(result))  # type: ignore[arg-type]
         began = time.monotonic()
         with self.recorder.waiting_for("store", (0,)):
             # The store wakes waiting ranks, so that hundreds of ranks need not poll it. Twice the

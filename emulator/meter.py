@@ -240,7 +240,7 @@ class Meter(TorchDispatchMode):
         """Set the kind of the storages of tensors, such as "weights", for the report.
 
         The first call for a storage counts, since tensors of several kinds may share a storage.
-        Tensors outside of the GPU are passed over.
+        Tensors outside of the GPU are skipped.
         """
         new_kind = f"={kind}"
         for tensor in tensors:

@@ -295,10 +295,11 @@ def shortened(config: Config) -> Config:
     eval_samples = 2 * layout.micro_batch_size * layout.dp
     if not config.data.eval_data:
         eval_samples = min(config.data.eval_samples, eval_samples)
-    synthetic: dict[str, Any] = {"eval_data": None, "data": ("synthetic",)}
+    synthetic: dict[str, Any] = {"eval_data": None, "eval_tasks": None, "data": ("synthetic",)}
     synthetic_data = dataclasses.replace(config.data, **synthetic, eval_samples=eval_samples)
     # Fake tensors have no kernels to compile: operations that --compile fuses run one by one.
-    run = dataclasses.replace(config.run, compile=False)
+    quiet: dict[str, Any] = {"compile": False, "after_save": None}
+    run = dataclasses.replace(config.run, **quiet)
     config = dataclasses.replace(config, training=training, data=synthetic_data, run=run)
     return _with_micro_batches(config, micro_batches)
 

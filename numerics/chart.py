@@ -5,7 +5,6 @@ page(curves)        an HTML page with an SVG picture, without scripts
 bars(curves)        lines for a terminal
 """
 
-import html
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 from config import errors
 from config.errors import printable
 from numerics.record import Record, differing, options, read_steps
+from planner import web_page
 from planner.picture import LIGHT, SETTINGS, themed
 
 MOST_POINTS = 400  # a curve has at most this many points, which are means of several steps
@@ -25,19 +25,6 @@ DASHES = ("-", "--", ":")  # "-" for the first five runs, one per colour, "--" f
 LEGEND = 150  # a run's entry in the legend is cut to this many characters
 COLUMNS = 60  # the number of bars in a line of text
 BARS = "▁▂▃▄▅▆▇█"
-# The beginning of a page, before its title. If the user's screen is dark, "light dark" makes the
-# browser show light text on a dark background. Text is as large as a line of bars allows, which has
-# COLUMNS and some more characters; longer lines are wrapped, so that nothing leaves the page.
-HEAD = """<!doctype html>
-<meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<meta name="viewport" content="width=device-width">
-<style>
-body { font-family: sans-serif }
-h1 { font-size: 1.3em }
-svg { max-width: 100%; height: auto }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: min(13px, 2vw) }
-</style>
-"""
 
 
 @dataclass(frozen=True)
@@ -75,14 +62,18 @@ def _curve(record: Record, label: str) -> Curve:
     # A row has the rate of a rank, in TFLOPs per second; the sum over ranks and steps is needed.
     flops = tflops * 1e12 * seconds * ranks
     over = np.array([tokens, seconds.cumsum(), flops.cumsum()])
-    points = min(len(loss), MOST_POINTS)
     means = []
     last_steps = []
-    for indices in np.array_split(np.arange(len(loss)), points):
+    for indices in points_of(len(loss)):
         mean = loss[indices].mean()
         means.append(mean if np.isfinite(mean) else np.nan)
         last_steps.append(indices[-1])  # on the axes a point is at its last step
     return Curve(label, np.array(means), over[:, last_steps], record.notes)
+
+
+def points_of(count: int, most: int = MOST_POINTS) -> list[np.ndarray]:
+    """Return the indices of `count` steps in at most `most` points of equally many steps."""
+    return np.array_split(np.arange(count), min(count, most)) if count else []
 
 
 def page(curves: Sequence[Curve]) -> str:
@@ -97,9 +88,7 @@ def page(curves: Sequence[Curve]) -> str:
 
 def framed(title: str, svg: str, text: str) -> str:
     """Return an HTML page with a title, a picture, and a text with its line breaks below it."""
-    title = html.escape(title)
-    heading = f"<title>{title}</title>\n<h1>{title}</h1>"
-    return f"{HEAD}{heading}\n{svg}\n<pre>{html.escape(text)}</pre>\n"
+    return web_page.document(title, [svg, web_page.lines(text)])
 
 
 def _picture(curves: Sequence[Curve]) -> str:

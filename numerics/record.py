@@ -44,6 +44,7 @@ class Record:
     steps: list[dict[str, Any]]  # the rows of steps, without rows of evaluations
     parts: list[str]  # endings of the files' names, newest first: an empty text, ".2", ".1"
     notes: list[str]  # sentences about missing or damaged files
+    resumed_at: tuple[int, ...] = ()  # the first step of each part but the first, ascending
 
     @property
     def spikes(self) -> list[dict[str, Any]]:
@@ -135,6 +136,7 @@ def read(folder: Path, whole: bool = True) -> Record:
     # earlier part, keep only the rows before the first step of the part that follows it.
     rows = _read_part(folder / "metrics.jsonl", whole, notes)
     endings = [""]
+    resumed_at: list[int] = []
     earlier: list[Path] = []
     if config.get("run", {}).get("resume"):
         earlier = earlier_parts(folder / "metrics.jsonl")
@@ -146,10 +148,13 @@ def read(folder: Path, whole: bool = True) -> Record:
         if first_step == 1:
             break  # older parts belong to another run, since this run began at step 1
         part = _read_part(path, whole, notes)
-        rows = [row for row in part if row["iteration"] < first_step] + rows
+        before = [row for row in part if row["iteration"] < first_step]
+        if before and rows:
+            resumed_at.insert(0, int(first_step))
+        rows = before + rows
         endings.append(path.suffix)
     steps = _rows_of_steps(rows)
-    return Record(folder, facts, rows, steps, endings, notes)
+    return Record(folder, facts, rows, steps, endings, notes, tuple(resumed_at))
 
 
 def _group(folder: Path, config: dict[str, Any], group: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ family:
 A kind is the name of one state tensor in a checkpoint, for example "exp_avg" (`state_kinds`).
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -35,41 +34,6 @@ if TYPE_CHECKING:
     from optim.muon import Muon
 
 BLOCK = precision.BLOCK
-
-
-def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
-    """Return the learning rate of a step on `batch` samples; called before each step.
-
-    samples: the number of samples trained on before the step. total: the number in the whole run.
-    The rate rises linearly for lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine
-    or linear fall to the final rate at lr_decay_samples (default: total), or wsd (arXiv
-    2404.06395): constant, and then a fall to the final rate over the last lr_wsd_decay_samples
-    before lr_decay_samples (default: a tenth of these), which is linear or as 1 - sqrt(share done)
-    (arXiv 2405.18392), or inverse-square-root: lr * sqrt(lr_warmup_samples / samples), never below
-    the final rate.
-    """
-    peak = training.lr
-    low = training.final_lr
-    end = training.lr_decay_samples or total
-    # In the warmup the rate is that of the step's last sample, so that no step has the rate 0.
-    if samples < training.lr_warmup_samples:
-        return peak * (samples + batch) / (training.lr_warmup_samples + batch)
-    if training.lr_schedule == "constant":
-        return peak
-    if training.lr_schedule == "inverse-square-root":
-        return max(low, peak * math.sqrt(training.lr_warmup_samples / max(1, samples)))
-    if samples >= end:
-        return low
-    begin = training.lr_warmup_samples  # the number of samples at which the rate begins to fall
-    if training.lr_schedule == "wsd":
-        begin = max(begin, end - (training.lr_wsd_decay_samples or end // 10))
-    # How much of the way from `begin` to `end` is done: from 0, at `peak`, to 1, at `low`.
-    share = max(0.0, (samples - begin) / max(1, end - begin))
-    if training.lr_schedule == "cosine":
-        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
-    if training.lr_schedule == "wsd" and training.lr_wsd_decay_style == "1-sqrt":
-        share = math.sqrt(share)
-    return low + (peak - low) * (1 - share)
 
 
 def family(optimizer: str, spec: ParamSpec) -> str:

@@ -7,7 +7,8 @@ increases the batch size during a run; a level is a batch size with the steps th
 """
 
 import math
-from dataclasses import asdict
+from argparse import Namespace
+from dataclasses import asdict, replace
 
 from config import schema
 from config.errors import UserError
@@ -16,6 +17,9 @@ from planner.layout_table import notes, ranked_lines, risk_of_fitting, where_it_
 from planner.questions import Answer, Question
 
 DAY = 86400.0
+MOST_NODES = 10_000  # `days --days` tries no more nodes than this
+FACTORS = (2, 3, 5, 7)  # of the numbers of nodes that it tries
+FASTER = 1.5  # a GPU may be as much faster on more nodes, because less is recomputed there
 
 
 def days(question: Question) -> Answer:
@@ -27,6 +31,8 @@ def days(question: Question) -> Answer:
     tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
     if not tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
+    if question.options.days:
+        return _nodes_for(question, tokens)
     answer = question.rank(most=1)
     safe = [line for line in answer.ranked if line.prediction.risk <= question.options.risk]
     if not safe:
@@ -62,6 +68,53 @@ def days(question: Question) -> Answer:
         *notes([best]),
     ]
     return Answer("\n".join(lines), data)
+
+
+def _nodes_for(question: Question, tokens: float) -> Answer:
+    """Return the answer of `plan.py days --days DAYS`: the fewest nodes that train within them.
+
+    Only numbers of nodes that are products of FACTORS are tried: with others few layouts divide the
+    batch. The search begins where FASTER nodes would do. Raise UserError if GPUs are given too, or
+    no number of nodes up to MOST_NODES trains so fast.
+    """
+    options, node = question.options, question.machine.node
+    if options.gpus or options.nodes:
+        raise UserError("--days asks for the number of nodes: leave out --gpus and --nodes")
+    limit = options.days * DAY
+    least, _ = question.fewest_nodes()
+
+    def seconds(nodes: int) -> float:
+        """Return the seconds of the training on some nodes; infinite if no layout fits."""
+        here = Namespace(**vars(options) | {"nodes": nodes})
+        lines = replace(question, options=here).rank(most=1).ranked
+        safe = [line for line in lines if line.prediction.risk <= options.risk]
+        rates = [line.prediction.tokens_per_second for line in safe[:1]]
+        return tokens / rates[0] if rates else math.inf
+
+    fastest = math.inf
+    nodes = _product_from(least)
+    while (now := seconds(nodes)) > limit:
+        fastest = min(fastest, now)
+        needed = math.ceil(nodes * now / limit / FASTER) if math.isfinite(now) else nodes + 1
+        nodes = _product_from(max(nodes + 1, needed))
+        if nodes > MOST_NODES:
+            raise UserError(
+                f"no number of {question.machine.name} nodes trains {tokens:.3g} tokens in "
+                f"{options.days:g} days with this batch: at best {fastest / DAY:.1f} days"
+            )
+    here = Namespace(**vars(options) | {"nodes": nodes, "days": None})
+    found = days(replace(question, options=here))
+    text = f"{nodes} nodes of {node} {question.machine.name} for {options.days:g} days:"
+    return Answer(f"{text}\n{found.text}", {"nodes": nodes, **found.data})
+
+
+def _product_from(number: int) -> int:
+    """Return the smallest number that is at least `number` and a product of FACTORS alone."""
+    rest = number
+    for factor in FACTORS:
+        while rest % factor == 0:
+            rest //= factor
+    return number if rest == 1 else _product_from(number + 1)
 
 
 def rampup(question: Question) -> Answer:

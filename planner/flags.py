@@ -29,6 +29,10 @@ EVERYWHERE = ("config", "gpus_per_node", "calibration", "network")
 RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?) *(?:([KMGT])(B|b|bit)(?:ps|/s)?)?")
 
 
+# A number of parameters: 7e9, 7B, 350M, 1.5T.
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:E[+-]?[0-9]+)?)([MBT])?")
+
+
 def rate(text: str) -> float:
     """Return a rate of the command line in GB/s; a number without a unit is in GB/s."""
     found = RATE.fullmatch(text.strip())
@@ -42,6 +46,14 @@ def rate(text: str) -> float:
         return number
     bits = 1 if found[3] == "B" else 8
     return number * UNITS[found[2].replace("G", "B")] / 1e9 / bits
+
+
+def size(text: str) -> float:
+    """Return a number of parameters, such as 7e9, 7B or 350M."""
+    found = SIZE.fullmatch(text.strip().upper())
+    if found is None:
+        raise ArgumentTypeError(f"{text!r} is no number of parameters, such as 180B or 350M")
+    return float(found[1]) * {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}[found[2] or ""]
 
 
 class Flag(NamedTuple):
@@ -59,7 +71,11 @@ class Flag(NamedTuple):
     many: bool = False
 
 
+SPELLED = {"program": "--for"}  # flags whose name in code is another one
+
 FLAGS = {
+    "program": Flag("answer for megatron or torchtitan, with its command", str, "PROGRAM"),
+    "fp8": Flag("linear layers in fp8, with --for", bool),
     "config": Flag("TOML file of options, a run's folder, its run.json, or a checkpoint"),
     "gpus_per_node": Flag("of a node, if not as in the machine's file", int, "N", 1e4),
     "nodes": Flag("full nodes (default 1)", int, None, 1e6),
@@ -69,6 +85,11 @@ FLAGS = {
     "top": Flag(f"lines to print (default {DEFAULT_TOP})", int, None, math.inf),
     "rejected": Flag("print every rejected layout", bool),
     "tokens": Flag("tokens to train on", float, None, 1e18),
+    "gpu_hours": Flag("the budget, on --gpus or for --days", float, "H", 1e12),
+    "days": Flag("days that the run may take", float, "DAYS", 1e5),
+    "law": Flag("scaling law: chinchilla (the default) or gemstones", str, "LAW"),
+    "tokens_per_parameter": Flag("in place of the law's", float, "N", 1e6),
+    "size": Flag("parameters, such as 180B", size, "N", 1e15),
     "risk": Flag(f"of running out of memory, accepted ({risk.DEFAULT})", float),
     "nodes_by_batch": Flag(
         "from which batch size on the run has how many nodes: its stages",
@@ -113,13 +134,15 @@ def add(parser: Parser, read: Collection[str]) -> None:
         if name == "gpus":
             parser.add_gpus(text)
         else:
-            parser.add_argument(words_of(name), help=text, **kind)
+            parser.add_argument(words_of(name), dest=name, help=text, **kind)
     for name in GONE:
         parser.add_argument(words_of(name), help=SUPPRESS)
 
 
 def words_of(name: str) -> str:
     """Return an option's name as the user types it: "gpus_per_node" becomes "--gpus-per-node"."""
+    if name in SPELLED:
+        return SPELLED[name]
     return f"--{name.replace('_', '-')}"
 
 
@@ -146,6 +169,8 @@ def check(
             raise UserError(f"{words_of(name)} must be {limit}, not {value:g}")
     if options.risk is not None and not 0 < options.risk <= 1:
         raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
+    if options.fp8 and not options.program:
+        raise UserError("--fp8 is gone: train.py cannot train in fp8; --for PROGRAM plans another")
     if options.nodes and options.gpus:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     for name in given:

@@ -13,8 +13,11 @@ and those runs. A calibration is a file with rates that the user has measured on
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from config.command_line import read_toml
@@ -69,7 +72,7 @@ class Software:
     """Coefficients of the training program; the defaults follow from Trine's code on GPUs.
 
     Another program, whose formulas differ from Trine's, is a subclass with a method for each such
-    formula: see `planner.job.term`, and benchmarks/planner/engines.py for other programs.
+    formula: see `planner.job.term`, and planner/engines.py for other programs.
     """
 
     # Bytes of memory traffic of the loss for each logit: several kernels cast it, and compute the
@@ -102,7 +105,9 @@ class Software:
     # (benchmarks/results/gpu-h100.md), of which its 3 x 20 launches are 0.5 ms. Larger blocks hide
     # it: nothing is added to a pass that takes longer.
     host_of_block: float = 2e-3
-    per_step: float = 0.05  # seconds of a step that do not depend on the model or the batch
+    # Seconds of a step that do not depend on the model or the batch; one GPU had none
+    # (benchmarks/results/gpu-h100.md).
+    per_step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,11 @@ class Machine:
     slowdown: float = 1.0  # the factor by which a known defect of the machine lengthens a step
     bf16: bool = True  # whether the GPU has bf16 arithmetic
     fp8: float = 0.0  # the GPU's peak rate in fp8 divided by that in half precision; 0 without fp8
+    fp8_share: float = 0.85  # products in fp8 are faster by this share of the ratio `fp8`
     watts: float = 0.0  # power of one GPU at its limit, by the datasheet; 0: it is not stated
+    # FLOP/s of large GEMMs for each watt, on GPUs whose power limits them: from it follows
+    # `gemm_fraction`. 0: the file has gemm_fraction itself.
+    gemm_per_watt: float = 0.0
     note: str = field(default="", compare=False)  # a line to print for a user of this machine
     software: Software = field(default_factory=Software)
     # By quantity (Job.fitted_values), the least and the largest value on the runs on which the
@@ -194,6 +203,12 @@ def constants() -> list[Constant]:
     return [Constant(name, **entry) for name, entry in entries.items()]
 
 
+@cache  # a program that fits them loads many machines
+def fitted_values() -> Mapping[str, float]:
+    """Return the value of every fitted constant, by name."""
+    return MappingProxyType({constant.name: constant.value for constant in constants()})
+
+
 def of_device(device: str) -> Machine | None:
     """Return the first machine of `hardware/` that has a given GPU, or None.
 
@@ -222,7 +237,7 @@ def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
     that override fitted constants, by name; a program that fits them tries values so. Raise
     UserError for an unknown machine, or a calibration that was measured on another device.
     """
-    values = {c.name: c.value for c in constants()} | fitted
+    values = {**fitted_values(), **fitted}
     known = names()
     taken = name if name in known else _member(name, known)
     machine = _build(taken, _merged(taken), values)
@@ -261,6 +276,8 @@ def _merged(name: str) -> dict[str, Any]:
     else:
         raise UserError(f"no machine is called {name!r}{_others(name)}")
     base = _merged(own.pop("like")) if "like" in own else {}
+    if "gemm_fraction" in own:
+        base.pop("gemm_per_watt", None)
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables
 
@@ -325,6 +342,8 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
         return values.get(entry, entry) if isinstance(entry, str) else entry
 
     entries = filled(entries)
+    if per_watt := entries.get("gemm_per_watt"):
+        entries["gemm_fraction"] = per_watt * entries["watts"] / entries["peak"]
     for link in ("nvlink", "network"):
         entries[link] = Link(**entries[link])
     entries["software"] = Software(**entries.get("software", {}))

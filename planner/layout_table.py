@@ -23,7 +23,7 @@ from config.schema import Config
 from planner import batch_file, cost, hardware, layouts, picture, risk
 from planner.job import Job
 from planner.questions import BILLION, MOST_SHARDED, Answer, Question, flags, is_unmeasured
-from planner.step_time import Prediction, predict
+from planner.step_time import Prediction, at_other_network, predict
 
 PMI = "--mpi=pmi2 starts MPICH and its kin; Open MPI needs --launch 'srun --mpi=pmix -n {ranks}'"
 STEPS = 1000  # the value of --steps in the printed command, if the user gives no length of the run
@@ -155,20 +155,25 @@ def _at_one_adapter(
     slow = hardware.with_network(machine, ONE_ADAPTER)
     run = question.config
 
-    def seconds(line: layouts.Ranked) -> float:
-        return predict(
-            Job(run.model, line.priced, run.training, slow), line.prediction.memory
-        ).seconds
+    def likely(line: layouts.Ranked) -> float:
+        job = Job(run.model, line.priced, run.training, machine)
+        return at_other_network(line.prediction, job, slow)
 
-    best = min(lines[: question.options.top], key=seconds)
+    def seconds(line: layouts.Ranked) -> float:
+        job = Job(run.model, line.priced, run.training, slow)
+        return predict(job, line.prediction.memory).seconds
+
+    # Two lines are simulated: the first one, and the one that is likely the fastest.
+    best = min(lines[: question.options.top], key=likely)
+    best = min(lines[0], best, key=seconds)
     rate = f"{ONE_ADAPTER / BILLION:g} GB/s"
     text = f"at {rate} out of a node, one adapter of 200 Gb/s: "
     if best is lines[0]:
         text += f"the first line is still the fastest of these, {seconds(best):.2f} s"
     else:
-        text += f"{_words(best.layout)}, {seconds(best):.2f} s, where the first takes "
+        text += f"{_words(best.layout, question)}, {seconds(best):.2f} s, where the first takes "
         text += f"{seconds(lines[0]):.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks so"
-    return {"seconds": seconds(best), "flags": flags(best.layout)}, text
+    return {"seconds": seconds(best), "flags": _flags(best.layout, question)}, text
 
 
 def _commands(
@@ -188,9 +193,9 @@ def _commands(
     if recommended := _recommended(first, plain):
         data["recommended"] = _as_data(recommended, question)
         command = shlex.join([*launcher, *_command(question, recommended.layout)])
-        lines += [_given_up(recommended, first), f"recommended: {command}"]
+        lines += [_given_up(recommended, first, question), f"recommended: {command}"]
     lines.append(f"the first: {shlex.join([*launcher, *words])}")
-    return data, lines + _stand_ins(question)
+    return data, lines + _stand_ins(question, first.layout)
 
 
 def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layouts.Ranked]) -> str:
@@ -198,6 +203,10 @@ def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layo
 
     Raise UserError if there is no safe layout.
     """
+    if question.program:
+        raise UserError(
+            f"--sbatch writes batch files for train.py, not for {question.program.name}"
+        )
     if not safe:
         raise UserError("--sbatch: no layout fits at --risk, so there is nothing to submit")
     chosen = _recommended(safe[0], plain) or safe[0]
@@ -205,7 +214,8 @@ def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layo
     words = _words_of_train(question, chosen.layout)
     batch_file.write(question.options.sbatch, question.machine, question.gpus, longest, words)
     where = question.options.sbatch
-    return f"written: {where}, for {_words(chosen.layout)}; in the repository: sbatch {where}"
+    what = _words(chosen.layout, question)
+    return f"written: {where}, for {what}; in the repository: sbatch {where}"
 
 
 def _draw(question: Question, answer: layouts.Answer) -> None:
@@ -248,7 +258,7 @@ def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.
     return plain[0] if is_near else None
 
 
-def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
+def _given_up(recommended: layouts.Ranked, first: layouts.Ranked, question: Question) -> str:
     """Return a line on the seconds that a user gives up with the recommended layout.
 
     It says how much slower this layout is than the first one, and why it is recommended.
@@ -259,7 +269,7 @@ def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
     if prediction.at_networks:
         slow = f" ({beside(prediction.compared / first.prediction.compared)} on the slow network)"
     return (
-        f"{_words(recommended.layout)}: {prediction.seconds:.2f} s, {slower} than the "
+        f"{_words(recommended.layout, question)}: {prediction.seconds:.2f} s, {slower} than the "
         f"first{slow}, but of a kind that was measured: the plan does not tell them apart"
     )
 
@@ -278,22 +288,28 @@ def where_it_fits(question: Question, answer: layouts.Answer) -> list[str]:
     if not answer.ranked and not any(has_room):
         return []
     if line := question.leanest(question.config.model, question.gpus):
-        return [f"not as it was given, but {_words(line.layout)} fits"]
+        return [f"not as it was given, but {_words(line.layout, question)} fits"]
     try:
         nodes, line = question.fewest_nodes()
     except UserError as error:
         return [str(error)]
-    return [f"{nodes} nodes of {question.machine.node} hold it, with {_words(line.layout)}"]
+    hold = "node of {} holds" if nodes == 1 else "nodes of {} hold"
+    hold = hold.format(question.machine.node)
+    return [f"{nodes} {hold} it, with {_words(line.layout, question)}"]
 
 
 def _command(question: Question, layout: schema.Layout) -> list[str]:
     """Return the words of the command, without its launcher, that trains on a layout.
 
+    It is a command of train.py, or of the program of --for.
+
     The command can be run as it is: if the user gave no data or no length, it has synthetic data or
     STEPS steps.
     """
-    words = _words_of_train(question, layout)
     run = question.config
+    if program := question.program:
+        return program.words(run, layout, question.gpus, bool(question.options.fp8))
+    words = _words_of_train(question, layout)
     if "--data" not in words:
         words += ["--data", "synthetic"]
     if not _has_length(run):
@@ -334,6 +350,9 @@ def _launcher(question: Question) -> list[str]:
             return shlex.split(given.replace("{ranks}", str(question.gpus)))
         except ValueError as error:
             raise UserError(f"--launch {given!r}: {error}") from None
+    if question.program:
+        nodes, node = _whole_nodes(question)
+        return ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(node)]
     if question.gpus == 1:
         return []
     if question.gpus <= question.machine.node:
@@ -341,30 +360,42 @@ def _launcher(question: Question) -> list[str]:
     return ["srun", "--mpi=pmi2", "-n", str(question.gpus)]
 
 
+def _whole_nodes(question: Question) -> tuple[int, int]:
+    """Return the nodes of the question's GPUs, and the GPUs of each that are used."""
+    node = min(question.machine.node, question.gpus)
+    return -(-question.gpus // node), node
+
+
 def _has_length(run: Config) -> bool:
     """Return whether the user gave the length of the run, in steps or samples."""
     return bool(run.training.steps or run.training.train_samples)
 
 
-def _stand_ins(question: Question) -> list[str]:
+def _stand_ins(question: Question, layout: schema.Layout) -> list[str]:
     """Return a line on the data and the length that `_command` chose, if the user gave none."""
     run = question.config
-    missing = []
-    if run.data.data == ("synthetic",):
+    missing: list[str] = []
+    if question.program:
+        missing += question.program.notes(run, layout)
+    elif run.data.data == ("synthetic",):
         missing.append("--data synthetic is random tokens: give the prefix of your corpus")
-    if not _has_length(run):
+    if not _has_length(run) and not question.program:
         missing.append(f"--steps {STEPS} is an example: give your length")
     if question.has_default_batch:
         missing.append(f"{question.batch}: give --global-batch-size or --batch-tokens")
     lines = [f"  {'; '.join(missing)}"] if missing else []
-    if not question.options.launch and question.gpus > question.machine.node:
+    launched = question.options.launch or question.program
+    if not launched and question.gpus > question.machine.node:
         lines.append(f"  {PMI}")
     return lines
 
 
 def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
     """Return a layout's entry in the JSON answer: options, prediction, flags, and costs."""
-    more: dict[str, Any] = {"rampup": _rampup(line, question), "flags": flags(line.layout)}
+    more: dict[str, Any] = {
+        "rampup": _rampup(line, question),
+        "flags": _flags(line.layout, question),
+    }
     rates = cost.rates_of(question.options, question.machine)
     more |= rates.per_billion(question.gpus, line.prediction.tokens_per_second)
     return asdict(line.layout) | more | asdict(line.prediction)
@@ -407,9 +438,9 @@ def _risky_lines(
         same_place = [line for line in safe if _place(line.layout) == _place(layout)]
         advice = ""
         if same_place:
-            advice = f"; safe with {_words(same_place[0].layout)}"
+            advice = f"; safe with {_words(same_place[0].layout, question)}"
         lines.append(
-            f"  {_words(layout)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
+            f"  {_words(layout, question)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
             f"safe with {over:.1f} GB less{advice}"
         )
     return lines
@@ -422,7 +453,7 @@ def _only_risky_lines(risky: list[layouts.Ranked], question: Question) -> list[s
     for line in risky[:SHOWN_RISKY]:
         command = shlex.join([*_launcher(question), *_command(question, line.layout)])
         lines.append(f"  risk {line.prediction.risk:.0%}: {command}")
-    return lines + _stand_ins(question)
+    return lines + _stand_ins(question, risky[0].layout)
 
 
 def _place(layout: schema.Layout) -> tuple[int, int, int]:
@@ -430,9 +461,16 @@ def _place(layout: schema.Layout) -> tuple[int, int, int]:
     return layout.tp, layout.pp, layout.micro_batch_size
 
 
-def _words(layout: schema.Layout) -> str:
-    """Return the command-line flags of a layout as printed text."""
-    return " ".join(flags(layout)) or "(train.py's defaults)"
+def _words(layout: schema.Layout, question: Question) -> str:
+    """Return the command-line flags of a layout as printed text: train.py's, or those of --for."""
+    return " ".join(_flags(layout, question)) or "(train.py's defaults)"
+
+
+def _flags(layout: schema.Layout, question: Question) -> list[str]:
+    """Return the command-line words of a layout: train.py's, or those of --for."""
+    if program := question.program:
+        return program.layout_words(question.config, layout)
+    return flags(layout)
 
 
 def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:

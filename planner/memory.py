@@ -215,7 +215,7 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
     """
     available = node
     has = f"this node has {node / 1e9:,.1f} GB of memory and swap"
-    samples = max(*config.ordered, config.data.eval_samples)
+    samples = max(*config.ordered, config.total_samples, config.data.eval_samples)
     order_bytes = ORDER_BYTES * samples
     if config.data.data != ("synthetic",) and order_bytes > node:
         needed = f"takes {order_bytes / 1e9:,.1f} GB or more on each rank"

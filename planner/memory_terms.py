@@ -86,7 +86,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     layout = job.layout
     norms = block_norms(model) * norm_parameters(model) + head_norm_parameters(model)
     norms += model.q_lora_rank + model.kv_lora_rank  # of the latents, if there are any
-    block = job.parameters_here + norms - norms / layout.tp
+    block = job.parameters_here + norms - norms / layout.tp + further_parameters(job)
     vocabulary_matrix = 1.0 * job.vocab_columns * model.hidden
     positions = 0
     if model.positions == "learned":
@@ -94,6 +94,15 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     has_head_matrix = parts.head & (parts.tied | (not model.tied))  # its own, or a tied copy
     vocabulary = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
     return parts.blocks * block + parts.embedding * positions + vocabulary
+
+
+@term
+def further_parameters(job: Job) -> Column:
+    """Return the number of a block's parameters on one GPU that the model's shape does not count.
+
+    There are none in Trine; programs of published rows have blocks that no shape describes.
+    """
+    return 0.0
 
 
 def laid_out(job: Job, parts: Parts) -> Column:
@@ -252,6 +261,7 @@ def communicators(job: Job) -> tuple[Column, Column]:
 # ---- Activations ---------------------------------------------------------------------------------
 
 
+@term
 def kept_of_block(job: Job) -> tuple[Column, Column]:
     """Return the bytes that a block keeps for one micro-batch: (if it is recomputed, if not)."""
     # Kept tensors are allocated between tensors that are freed soon, and the freed memory leaves
@@ -296,7 +306,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     model, t, h = job.model, job.layout.tp, job.model.hidden
     experts, active = model.mlps
     computed = active * job.rows_over_mean  # MLPs that this GPU computes for each of its tokens
-    f = computed * model.ffn_hidden + model.shared_ffn_hidden
+    f = mlp_width(job)
     keys_and_values = 2 * model.kv_heads * model.kernel_head_size
     # Inputs and outputs of two norms. In a parallel block both have the same input: 3, not 4.
     outside = 3 if model.block == "parallel" else 2 * block_norms(model)
@@ -320,6 +330,12 @@ def block_activations(job: Job, scores: Column) -> Column:
     gathered_from = job.cp // job.over_heads - 1
     numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
+
+
+def mlp_width(job: Job) -> Column:
+    """Return the columns of all MLPs that this GPU computes for each of its tokens, without tp."""
+    model = job.model
+    return model.mlps[1] * job.rows_over_mean * model.ffn_hidden + model.shared_ffn_hidden
 
 
 def latent_numbers(job: Job, scores: Column) -> Column:
@@ -499,4 +515,7 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
     chunk_in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
-    return heads * size * logits + np.maximum(chunk_in_fp32, gradients)
+    kept = size * logits
+    if job.training.z_loss:
+        kept = kept + 4.0 * job.tokens  # each token's log Z, in fp32
+    return heads * kept + np.maximum(chunk_in_fp32, gradients)

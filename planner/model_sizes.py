@@ -23,6 +23,11 @@ from planner import memory_terms, risk
 from planner.job import Job
 from planner.layouts import Ranked
 
+# Hidden sizes that are tried are multiples of one of these, the largest that is at most a quarter
+# of the size: tp then divides the heads.
+STEPS = (1024, 512, 256, 128, 32)
+NEAR = 0.03  # shapes whose parameters are so near to the number asked for are equal
+USUAL = 110.0  # the hidden size over the number of blocks: 128 of Llama 8B and GPT-3, 102 of 70B
 MOST_NODES = 10_000  # `smallest` tries no more nodes than this
 
 Fits = Callable[[ModelShape, int], Ranked | None]  # the arguments are the model and the GPUs
@@ -58,7 +63,7 @@ def _deepest(
     most a 60th of the hidden size. sized: makes the model with some number of blocks. fitting:
     returns a layout with which this model fits, or None.
     """
-    sized = cache(lambda layers: _resized(like, layers, hidden, hidden // 128))
+    sized = cache(lambda layers: resized(like, layers, hidden, hidden // 128))
     fitting = cache(lambda layers: fits(sized(layers), gpus))
     # The position in 1, 2, 3, ... of the first number of blocks that does not fit, which is the
     # number of the last one that fits; 0 if none does.
@@ -67,7 +72,7 @@ def _deepest(
     return (sized(most), found) if found else None
 
 
-def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
+def resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
     """Return a model with the options of `like`, but other numbers of layers and heads, and width.
 
     The proportions of `like` are kept. As many query heads share one key head as there, or if this
@@ -81,6 +86,36 @@ def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelSha
     if not like.is_latent:  # the heads of latent attention stay as wide as they are
         sizes["head_size"] = hidden // heads
     return reshape(like, sizes)
+
+
+def near(like: ModelShape, size: float) -> ModelShape:
+    """Return the shape of about `size` parameters whose width and depth are the most usual.
+
+    like: a model whose other options the result has. Of the shapes whose parameters are the nearest
+    (NEAR), the one is taken whose hidden size divided by its blocks is the nearest to USUAL.
+    """
+    shapes = []
+    for hidden in range(128, 65536, 128):
+        step = next(step for step in STEPS if hidden >= 4 * step)
+        if hidden % step:
+            continue
+        block = parameters(resized(like, 2, hidden, hidden // 128)) - parameters(
+            resized(like, 1, hidden, hidden // 128)
+        )
+        rest = parameters(resized(like, 1, hidden, hidden // 128)) - block
+        layers = round((size - rest) / block)
+        if layers < max(1, hidden // 300):
+            break
+        shapes.append(resized(like, layers, hidden, hidden // 128))
+    if not shapes:
+        raise UserError(f"no shape like this has {size:,.0f} parameters: the vocabulary is larger")
+
+    def off(shape: ModelShape) -> tuple[float, float]:
+        error = abs(parameters(shape) / size - 1)
+        ratio = shape.hidden / shape.layers
+        return max(0.0, error - NEAR), abs(math.log(ratio / USUAL))
+
+    return min(shapes, key=off)
 
 
 def smallest(fits: Fits, model: ModelShape, node: int, least: int = 1) -> tuple[int, Ranked]:

@@ -11,15 +11,15 @@ layouts that are tried; the planner chooses the others.
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from config import schema, validation
 from config.command_line import to_words
 from config.errors import UserError
 from config.schema import Config
-from planner import hardware, layouts, model_sizes
+from planner import hardware, layouts, model_sizes, programs
 from planner.enumeration import PLAIN, Asked
 from planner.job import Job
 from planner.step_time import NETWORK_SHARES, predict, with_networks
@@ -48,7 +48,15 @@ class Question:
     options: Namespace  # the values of the planner's own flags (flags.py), and `question`, its name
     config: Config  # model, layout and training options of train.py, with defaults filled in
     given: Collection[str]  # options of `config` that a flag or the --config file gave
-    machine: hardware.Machine
+    machine: hardware.Machine  # with --for, one with that program's terms of time and memory
+    # For fields of Layout, the values around which `shapes` searches; the user's come before them.
+    near: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def program(self) -> programs.Program | None:
+        """The program of --for, or None: train.py."""
+        name = getattr(self.options, "program", None)
+        return programs.of(name) if name else None
 
     @property
     def gpus(self) -> int:
@@ -97,9 +105,10 @@ class Question:
         start of the run, all of whose batch sizes a layout must run; None: the full batch alone.
         """
         run = self.config
-        fixed = {field.name: getattr(run.layout, field.name) for field in fields(schema.Layout)}
+        fixed = {one.name: getattr(run.layout, one.name) for one in fields(schema.Layout)}
         fixed = {name: value for name, value in fixed.items() if name in self.given}
         searched = self.options.question in SEARCHED
+        fixed = self._trials | dict(self.near) | fixed
         # A question that is not in SEARCHED tries only plain layouts, to be quick.
         if not searched:
             fixed = PLAIN | {"recompute_layers": None} | fixed
@@ -113,7 +122,7 @@ class Question:
         def at_networks(line: layouts.Ranked) -> layouts.Ranked:
             job = Job(run.model, line.priced, run.training, machine)
             prediction = predict(job, line.prediction.memory)
-            return line._replace(prediction=with_networks(prediction, job))
+            return line._replace(prediction=with_networks(prediction, job, line.prediction.seconds))
 
         ranked = _measured_first(list(map(at_networks, found.ranked)))
         return found._replace(ranked=ranked, plain=list(map(at_networks, found.plain)))
@@ -134,19 +143,28 @@ class Question:
         Nothing that the user gave about the layout is fixed. The risk is at most --risk, and
         train.py's own checks accept the layout, so `rank` finds one too.
         """
-        asked = Asked(model, self.config.training, self.machine, gpus)
+        fixed = {name: value for name, value in self._trials.items() if name not in layouts.LEAN}
+        asked = Asked(model, self.config.training, self.machine, gpus, fixed)
         return layouts.leanest(asked, self._refusal(model, gpus), self.options.risk)
+
+    @property
+    def _trials(self) -> dict[str, Any]:
+        """The values of a layout's options that are tried if another program has its own."""
+        return programs.trials(self.program) if self.program else {}
 
     def _refusal(
         self, model: schema.ModelShape, gpus: int, starts: Config | None = None
     ) -> Callable[[schema.Layout], str]:
         """Return a function from a layout to the error with which train.py would refuse it, or "".
 
-        starts: as in `rank`. Without it the check is for the full batch: whether a layout can run
-        the smaller batches of a ramp-up is then no reason to reject it, but a column of the table.
+        With --for it is the reason of that program. starts: as in `rank`. Without it the check is
+        for the full batch: whether a layout can run the smaller batches of a ramp-up is then no
+        reason to reject it, but a column of the table.
         """
         training = replace(self.config.training, **FULL_BATCH)
         full = starts or replace(self.config, model=model, training=training)
+        if program := self.program:
+            return lambda layout: program.refusal(full, layout)
 
         def refusal(layout: schema.Layout) -> str:
             try:
@@ -166,6 +184,8 @@ class Question:
         layout, given = self.config.layout, self.options.gpus or self.options.nodes
         ranks = self.gpus if given else layout.tp * layout.pp * layout.cp * (layout.dp or 1)
         run = validation.check_any_length(self.config, ranks)
+        if self.program and (reason := self.program.refusal(run, run.layout)):
+            raise UserError(reason)
         return Job(run.model, run.layout, run.training, self.machine)
 
 

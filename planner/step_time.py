@@ -117,28 +117,45 @@ def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
     return slowed, bubble
 
 
-def with_networks(prediction: Prediction, job: Job) -> Prediction:
+def with_networks(prediction: Prediction, job: Job, slowest: float | None = None) -> Prediction:
     """Return the prediction, widened for a network whose rate was not measured on the cluster.
 
     The seconds of a step at each of NETWORK_SHARES are added (`at_networks`), and the interval's
     upper end is that of the slowest network. The prediction is returned as it is if the network was
-    measured, or if all GPUs are in one node.
+    measured, or if all GPUs are in one node. slowest: the seconds at the last of NETWORK_SHARES, if
+    they are known.
     """
     if job.machine.network_measured or job.gpus <= job.machine.node:
         return prediction
-    seconds_at_share = []  # the seconds of a step, for each of NETWORK_SHARES
-    for share in NETWORK_SHARES:
-        machine = hardware.at_share_of_network(job.machine, share)
+    if slowest is None:
+        machine = hardware.at_share_of_network(job.machine, NETWORK_SHARES[-1])
         parts, _ = _parts_of_step(job._replace(machine=machine))
-        seconds_at_share.append(sum(parts.values()))
-    # The prediction may have another schedule than the job, which has the seconds at each share of
-    # the network's rate. So the prediction's seconds are scaled by the ratios of the job's seconds.
-    at_datasheet_rate = seconds_at_share[0]
-    ratios = [seconds / at_datasheet_rate for seconds in seconds_at_share]
-    scaled = tuple(prediction.seconds * ratio for ratio in ratios)
+        slowest = sum(parts.values())
     low, high = prediction.interval
-    high_at_slowest = high * scaled[-1] / scaled[0]
-    return replace(prediction, interval=(low, high_at_slowest), at_networks=scaled)
+    high_at_slowest = high * slowest / prediction.seconds
+    return replace(
+        prediction,
+        interval=(low, high_at_slowest),
+        at_networks=(prediction.seconds, slowest),
+    )
+
+
+def at_other_network(prediction: Prediction, job: Job, machine: hardware.Machine) -> float:
+    """Return about the seconds of a step with another network, without a second simulation.
+
+    The pipeline takes longer by the ratio of its slowest stage's passes and of the messages that
+    fill and empty it; what follows the last backward is computed. prediction: that of the job.
+    machine: the job's, with the other network.
+    """
+
+    def pipeline(one: Job) -> float:
+        slowest = max(map(sum, stage_passes(one)))
+        messages = 2 * (one.layout.pp - 1) * float(time_terms.message_seconds(one))
+        return one.micro_batches * slowest + messages
+
+    other = job._replace(machine=machine)
+    pipelines = prediction.parts["pipeline"] * pipeline(other) / pipeline(job)
+    return pipelines + sum(step_parts(other).values()) * machine.slowdown
 
 
 # ---- One micro-batch through one part ------------------------------------------------------------

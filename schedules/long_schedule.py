@@ -17,9 +17,11 @@ from schedules.actions import Numbered
 from schedules.orders import numbered
 from schedules.simulation import Seconds, ends
 
-# At least ROUNDS rounds are simulated. With few ranks they are more rounds, of about LEAST
-# micro-batches: interleaved stages on two ranks repeat themselves only after 14 micro-batches.
+# At least ROUNDS rounds are simulated, of schedules that repeat themselves after one round
+# SHORT_ROUNDS. With few ranks they are more rounds, of about LEAST micro-batches: interleaved
+# stages on two ranks repeat themselves only after 14 micro-batches.
 ROUNDS = 5
+SHORT_ROUNDS = {"1f1b": 4, "zb-h1": 4}
 LEAST = 24
 # The last simulated round empties the pipeline, and the first rounds fill it. The FULL_ROUNDS
 # before the last one give the time of a full round. They are two because zb-v repeats itself only
@@ -74,7 +76,8 @@ class LongSchedule:
         micro-batches that fill no whole round, since its groups of micro-batches are unequal.
         """
         whole_rounds, left_over = divmod(self.micro_batches, self.ranks)
-        kept_rounds = max(ROUNDS, LEAST // self.ranks)
+        fewest = SHORT_ROUNDS.get(self.name, ROUNDS)
+        kept_rounds = max(fewest, LEAST // self.ranks)
         unequal_groups = self.name == "interleaved" and left_over > 0
         rounds_differ = self.name == "gpipe" or unequal_groups
         micro_batches = self.micro_batches

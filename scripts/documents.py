@@ -19,10 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from corpora.encoder import Encoder
-from scripts.encoders import find_cut
-from scripts.partial_job import PartialJob
-from scripts.progress import Progress
-from scripts.text_sources import (
+from corpora.text_sources import (
     TOKENS,
     WHOLE,
     BadTexts,
@@ -32,6 +29,9 @@ from scripts.text_sources import (
     texts_of,
     tokens_of,
 )
+from scripts.encoders import find_cut
+from scripts.partial_job import PartialJob
+from scripts.progress import Progress
 
 BLOCK = 1 << 20  # bytes of a long document that are read at a time
 PART = 1 << 16  # characters of a part of a long text

@@ -20,9 +20,9 @@ with errors.installed():
     from config.cli import Parser
     from config.errors import UserError
     from corpora.encoder import Encoder
+    from corpora.text_sources import BadTexts, damage_named, texts_of
     from corpora.tokenizer_files import NAME, load_tokenizer, read_settings
     from scripts.corpus import run
-    from scripts.text_sources import BadTexts, damage_named, texts_of
 
 
 def write_texts(path: Path, out: str) -> None:

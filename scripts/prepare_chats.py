@@ -35,11 +35,11 @@ with errors.installed():
     from corpora.chat_environment import MARKS_ANSWERS
     from corpora.chat_templates import ChatTemplate
     from corpora.encoder import END, Encoder
+    from corpora.text_sources import BadTexts, damage_named, objects_of
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
     from corpora.tokenizer_files import NAME, Settings, read_settings, read_template, write_settings
     from scripts.corpus import check_out, run, write_checksums
     from scripts.encoders import load_encoder
-    from scripts.text_sources import BadTexts, damage_named, objects_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Tokens that end a document in published tokenizers, where their eos_token ends an answer.

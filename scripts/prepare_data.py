@@ -5,7 +5,7 @@
     python scripts/prepare_data.py --out data/new --tokenizer data/books.tokenizer.json new/
 
 A .py, .txt or .md file is one document, a line of a .jsonl file and a row of a table are one (all
-formats: scripts/text_sources.py; tokenizers: scripts/encoders.py; --as-text .c adds a kind of one
+formats: corpora/text_sources.py; tokenizers: scripts/encoders.py; --as-text .c adds a kind of one
 document in a file). Documents are shuffled with a fixed seed, so that a split by range is a random
 one. Each begins with the token that the tokenizer puts before a text, if there is one, and ends
 with the end-of-document token. The outputs are OUT.bin and OUT.idx (format:
@@ -38,14 +38,7 @@ with errors.installed():
     from config.cli import Parser
     from config.errors import UserError
     from corpora.encoder import END, Encoder
-    from corpora.tokenizer_files import Settings, write_settings
-    from scripts.corpus import check_out, run
-    from scripts.documents import Documents, copy_documents
-    from scripts.encode_documents import PartialPair, Source, chunks, encode_all
-    from scripts.encoders import load_encoder, settings_of
-    from scripts.partial_job import PartialJob
-    from scripts.progress import Progress
-    from scripts.text_sources import (
+    from corpora.text_sources import (
         SHOWN,
         TOKENS,
         check_lines,
@@ -55,6 +48,13 @@ with errors.installed():
         walk,
         without_links,
     )
+    from corpora.tokenizer_files import Settings, write_settings
+    from scripts.corpus import check_out, run
+    from scripts.documents import Documents, copy_documents
+    from scripts.encode_documents import PartialPair, Source, chunks, encode_all
+    from scripts.encoders import load_encoder, settings_of
+    from scripts.partial_job import PartialJob
+    from scripts.progress import Progress
 
 # Numbers that an option takes. A new tokenizer has an id for each byte and for the end token; its
 # trainer allocates memory for all ids that it may have.

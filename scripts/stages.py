@@ -57,7 +57,7 @@ def consumed_samples(out: str) -> int:
         try:
             with Index(folder) as index:
                 return int(index.attributes("progress")["consumed_samples"])
-        except (UserError, KeyError):  # train.py passes over it too, and says so
+        except (UserError, KeyError):  # train.py skips it too, and says so
             continue
     return 0
 

@@ -120,7 +120,7 @@ def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit
     if found.disk_is_full:
         return Decision(Action.WAIT, "the disk is full")
     if found.kind == SPIKE:
-        return Decision(Action.RESTART, "the batches up to a spike are passed over")
+        return Decision(Action.RESTART, "the batches up to a spike are skipped")
     return _after_failure(found, recent, spare)
 
 

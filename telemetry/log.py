@@ -5,7 +5,8 @@ rank 0 writes. The files of a run, in the folder --out:
 
     run.json        the whole configuration, the nodes and devices, and the versions in use
     log.txt         all that this class prints
-    metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
+    metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets;
+                    `task`: its name, accuracy, normalised_accuracy, bits_per_byte)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
     spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py)
     audits.jsonl    the audits of --audit-every (audit.py)
@@ -33,7 +34,9 @@ from config import model_stats
 from config.cli import VERSION
 from config.errors import NOT_WRITTEN, UserError
 from config.run_options import TRACKED_RUNS, unused_number
-from config.schema import Config
+from config.schema import Config, ModelShape
+from config.stages import PlacedStage
+from corpora.tasks import TaskResult
 from distributed.context import Context
 from planner import hardware
 from schedules import partition
@@ -92,7 +95,9 @@ class Log:
         self.steps = Steps()  # seconds, samples and losses of the steps so far
         self.printed = Printed()  # how many log lines were printed, and when the last one was
         self.epoch_tokens: Mapping[str, int] = {}  # by corpus, the tokens of an epoch
-        self.evaluations: dict[str, float] = {}  # the newest loss of each evaluation
+        # The newest loss of each evaluation, and the newest accuracy of each task.
+        self.evaluations: dict[str, float] = {}
+        self.corpus_tokens: Mapping[str, float] = {}  # of the last row that has them
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
         self.text: IO[str] | None = None  # the open log.txt
@@ -129,7 +134,9 @@ class Log:
         self.latest = everyone
         self._write_outside(everyone)
         seconds = everyone[0].seconds
-        self.steps.add(batch, seconds, result.loss, result.skipped)
+        model = self.config.model_at(done.consumed_samples - batch)
+        length = model.seq_length
+        self.steps.add(batch, length, seconds, result.loss, result.skipped)
         iteration = done.iteration
         peaks, reserved = step_stats.per_stage(everyone, self.config.layout)
         row: dict[str, Any] = {
@@ -143,14 +150,16 @@ class Log:
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
-            "tokens_per_second": batch * self.config.model.seq_length / seconds,
-            **self._rates_of_flops(batch, seconds),
+            "tokens_per_second": batch * length / seconds,
+            **self._rates_of_flops(model, batch, seconds),
             "peak_memory_bytes": max(peaks),
             "peak_memory_bytes_per_stage": peaks,
             "reserved_memory_bytes_per_stage": reserved,
             "time": time.time(),
             "elapsed": time.monotonic() - self.steps.began,
         }
+        if result.z_loss is not None:
+            row["z_loss"] = result.z_loss
         if result.expert_loads is not None:
             row["expert_loads"] = result.expert_loads
             row["largest_expert_share"] = max(result.expert_loads) / self.config.model.experts
@@ -161,7 +170,7 @@ class Log:
         is_multiple = every is not None and iteration % every == 0
         if is_first_or_last or every is None or is_multiple:
             row |= self._of_corpora(done)
-        self._write(row)
+        self._write(row, row | self._shares(row.get("corpus_tokens", {})))
         self.printed.steps_since += 1
         is_late = time.monotonic() - self.printed.at >= SECONDS_BETWEEN_LINES
         is_due = is_late if every is None else is_multiple
@@ -188,13 +197,15 @@ class Log:
             json.dump(self.facts, file, indent=1)
         return path
 
-    def _rates_of_flops(self, batch: int, seconds: float) -> dict[str, float | None]:
+    def _rates_of_flops(
+        self, model: ModelShape, batch: int, seconds: float
+    ) -> dict[str, float | None]:
         """Return a step's TFLOPs per second and rank, and its MFU, by the name of their columns.
 
-        batch: the number of samples in the step. tflops_hardware includes recomputation. mfu: the
-        model's FLOPs over the device's peak, or None if the peak is not known.
+        model: with the step's length of samples. batch: the number of samples in the step.
+        tflops_hardware includes recomputation. mfu: the model's FLOPs over the device's peak, or
+        None if the peak is not known.
         """
-        model = self.config.model
         recompute = self.config.layout.recompute
         samples_per_second = batch / self.context.size / seconds  # samples per second and rank
         needed = model_stats.model_flops(model, 1, FORMULA) * samples_per_second
@@ -223,7 +234,11 @@ class Log:
         """
         # The line's loss and rates are means over the steps since the last line.
         steps_in_means = self.config.run.log_every or self.printed.steps_since
-        samples_left = self.config.total_samples - row["consumed_samples"]
+        # Samples as long as those of the last step that are as many tokens as are left.
+        consumed = row["consumed_samples"]
+        total = self.config.tokens_at(self.config.total_samples)
+        length = self.config.length_at(max(0, consumed - 1))
+        samples_left = (total - self.config.tokens_at(consumed)) // length
         line = log_lines.of_step(row, self.total, self.steps, steps_in_means, samples_left)
         is_last = row["iteration"] == self.total
         if self.printed.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
@@ -240,6 +255,13 @@ class Log:
         self._write(row)
         self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))
 
+    def stage(self, stage: PlacedStage, done: int) -> None:
+        """Print the line of a stage of --stages that begins, or that a start goes on with.
+
+        done: the number of steps done.
+        """
+        self.note(log_lines.of_stage(self.config, stage, done))
+
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
         """Write the row and the log line of an evaluation.
 
@@ -250,6 +272,17 @@ class Log:
         row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
         self.note(log_lines.of_evaluation(name, done.iteration, self.total, loss))
+
+    def task(self, name: str, done: Progress, result: TaskResult) -> None:
+        """Write the row and the log line of a task of --eval-tasks; name: that of the task."""
+        self.evaluations[f"{name} accuracy"] = result.accuracy
+        row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
+        row |= {"consumed_tokens": done.usage.tokens}
+        numbers = result._asdict()
+        # A tracker has a series for each number of each task.
+        series = {f"{name}/{kind}": number for kind, number in numbers.items()}
+        self._write(row | {"task": name, **numbers}, row | {"tasks": series})
+        self.note(log_lines.of_task(name, done.iteration, self.total, result))
 
     def note(self, line: str) -> None:
         """On rank 0, print a line and append it to log.txt; a full disk does not end the run."""
@@ -318,13 +351,26 @@ class Log:
                 self.text.close()
             self.text = None
 
+    def _shares(self, tokens: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
+        """Return the share of each corpus in the tokens since the last row with corpora.
+
+        tokens: by corpus, those since the run began; empty in a row without them. Trackers get the
+        shares, which `runs.py page` computes from metrics.jsonl. The result is empty before the
+        second such row, and without corpora.
+        """
+        before, self.corpus_tokens = self.corpus_tokens, tokens or self.corpus_tokens
+        if not before or not tokens:
+            return {}
+        since = {name: count - before.get(name, 0) for name, count in tokens.items()}
+        total = sum(since.values())
+        return {"corpus_share": {n: part / total for n, part in since.items()}} if total else {}
+
     def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
         """Return two columns for metrics.jsonl: by corpus, the tokens trained on and the epochs.
 
         Without corpora, as with synthetic data, the result is empty.
         """
         corpora = done.usage.corpora
-        length = self.config.model.seq_length
         if not corpora:
             return {}
         # `corpora` has, by the prefix of each corpus, the (samples, tokens) consumed so far.
@@ -332,12 +378,15 @@ class Log:
         epochs = {}
         for prefix, epoch_tokens in self.epoch_tokens.items():
             if prefix in corpora:
-                samples, _ = corpora[prefix]
-                epochs[prefix] = samples * length / epoch_tokens
+                _, trained = corpora[prefix]
+                epochs[prefix] = trained / epoch_tokens
         return {"corpus_tokens": tokens, "corpus_epochs": epochs}
 
-    def _write(self, row: dict[str, Any]) -> None:
-        """On rank 0, write a row to metrics.jsonl and to the trackers."""
+    def _write(self, row: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
+        """On rank 0, write a row to metrics.jsonl and to the trackers.
+
+        tracked: what trackers get in place of the row.
+        """
         if not self.is_writer:
             return
         self.metrics.write(row)
@@ -346,7 +395,7 @@ class Log:
         self.trackers = {}
         for name, tracker in trackers.items():
             with self.without(f"{name}, from here on"):
-                tracker.write(row["iteration"], row)
+                tracker.write(row["iteration"], row if tracked is None else tracked)
                 self.trackers[name] = tracker
 
     @contextlib.contextmanager
@@ -390,6 +439,13 @@ class Log:
                 "numpy": np.__version__,
             },
         }
+        if self.config.stages:
+            self.facts["stages"] = [
+                {"name": s.name, "from_tokens": s.tokens, "from_step": s.step}
+                for s in self.config.stages
+            ]
+        if branch := self.config.past.branch:
+            self.facts["branch"] = branch._asdict()
         out = self.config.run.out
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
         # A run must not add to the files of another run; a resumed run goes on with its own.

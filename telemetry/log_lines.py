@@ -16,6 +16,8 @@ from typing import Any
 
 from config.families import export_note
 from config.schema import Config
+from config.stages import PlacedStage
+from corpora.tasks import TaskResult
 from schedules import partition, simulation
 from schedules.orders import of_layout
 
@@ -33,15 +35,17 @@ class Steps:
     """The steps since the run was started or resumed; the lists have an entry per step."""
 
     samples: list[int] = field(default_factory=list)  # the samples in the batch of each step
+    lengths: list[int] = field(default_factory=list)  # the tokens of a sample of each step
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     skipped: int = 0  # the number of steps without an update
     nan: int = 0  # the number of steps whose loss was not finite
     began: float = field(default_factory=time.monotonic)  # clock reading when the run was started
 
-    def add(self, samples: int, seconds: float, loss: float, skipped: bool) -> None:
-        """Add a step with `samples` samples; skipped: the step made no update."""
+    def add(self, samples: int, length: int, seconds: float, loss: float, skipped: bool) -> None:
+        """Add a step with `samples` samples of `length` tokens; skipped: it made no update."""
         self.samples.append(samples)
+        self.lengths.append(length)
         self.seconds.append(seconds)
         self.losses.append(loss)
         self.skipped += skipped
@@ -82,9 +86,11 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     seconds_left = max(0.0, samples_left * seconds_of_sample)
     if row["iteration"] >= total:
         seconds_left = 0.0
+    z_loss = [f"z-loss {row['z_loss']:.2E}"] if "z_loss" in row else []
     parts = [
         f" step {row['iteration']}/{total}",
         f"loss {loss:.4f}",
+        *z_loss,
         f"grad norm {row['grad_norm']:.3f}",
         f"lr {row['learning_rate']:.2E}",
         f"{row['tokens_per_second'] * ratio:,.0f} tokens/s",
@@ -130,13 +136,37 @@ def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
 
 
+def of_stage(config: Config, stage: PlacedStage, done: int) -> str:
+    """Return the log line of a stage of --stages. done: the steps of the run before it is printed.
+
+    A start that goes on with a stage says at which step it began.
+    """
+    parts = [f"{stage.batch} samples of {stage.length} tokens", " ".join(map(str, stage.data))]
+    own = stage.stage
+    if own.has_rate:
+        parts.append(f"rate {own.lr_schedule}")
+    begin = f"from step {stage.step + 1}, {stage.tokens:,} tokens"
+    if done > stage.step:
+        begin += " (begun before)"
+    number = config.stages.index(stage) + 1
+    return f" stage {number} of {len(config.stages)}, {stage.name}: {begin} | {' | '.join(parts)}"
+
+
+def of_task(name: str, iteration: int, total: int, result: TaskResult) -> str:
+    """Return the log line of a task of --eval-tasks after the step `iteration` of `total`."""
+    return (
+        f" step {iteration}/{total} | task {name} | accuracy {result.accuracy:.4f} | normalised "
+        f"accuracy {result.normalised_accuracy:.4f} | {result.bits_per_byte:.4f} bits per byte"
+    )
+
+
 def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:
     """Return the log line of a step that --skip-samples leaves out.
 
     consumed: the run's samples after the step. batch: the number of samples left out.
     """
     samples = f"{consumed - batch} to {consumed - 1}"
-    return f" step {iteration}/{total} | passed over by --skip-samples: {samples}"
+    return f" step {iteration}/{total} | skipped by --skip-samples: {samples}"
 
 
 def duration(seconds: float) -> str:
@@ -223,7 +253,7 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
 
 
 def _of_batches(config: Config) -> list[str]:
-    """Return the start-up lines about the batch sizes, and about samples that are passed over.
+    """Return the start-up lines about the batch sizes, and about samples that are skipped.
 
     With several sizes, the line has the step at which each begins, and the number of samples before
     the last size begins.
@@ -231,16 +261,29 @@ def _of_batches(config: Config) -> list[str]:
     levels = config.batches.levels()
     last_level = levels[-1]
     text = f"{levels[0].batch} samples"
+    if config.stages:
+        return [_of_stages(config), *_of_skipped(config)]
     if len(levels) > 1:
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
         if len(sizes) > MOST_SIZES:
             sizes[FIRST_SIZES:-LAST_SIZES] = ["..."]
         text = f"{', '.join(sizes)} ({last_level.consumed} samples); {len(levels)} sizes"
-    lines = [f"global batch: {text}, {config.total_steps} steps"]
-    if config.skipped:
-        ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
-        lines.append(f"batches that hold samples of {ranges} are passed over")
-    return lines
+    return [f"global batch: {text}, {config.total_steps} steps", *_of_skipped(config)]
+
+
+def _of_skipped(config: Config) -> list[str]:
+    """Return the start-up line about samples that are skipped, if there are any."""
+    if not config.skipped:
+        return []
+    ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
+    return [f"batches that hold samples of {ranges} are skipped"]
+
+
+def _of_stages(config: Config) -> str:
+    """Return the start-up line about the stages of --stages: where each begins, where all end."""
+    begins = [f"{s.name} from step {s.step + 1} ({s.tokens:,} tokens)" for s in config.stages]
+    total = config.tokens_at(config.total_samples)
+    return f"stages: {', '.join(begins)}; {config.total_steps} steps, {total:,} tokens"
 
 
 def summary(
@@ -258,8 +301,8 @@ def summary(
     """
     out = config.run.out
     rates = []  # tokens per second of every step
-    for samples, seconds in zip(steps.samples, steps.seconds):
-        rates.append(samples * config.model.seq_length / seconds)
+    for samples, length, seconds in zip(steps.samples, steps.lengths, steps.seconds):
+        rates.append(samples * length / seconds)
     rates = rates[WARM_UP_STEPS:] or rates
     losses = f"loss: first {steps.losses[0]:.4f}, last {steps.losses[-1]:.4f}"
     for name, loss in evaluations.items():

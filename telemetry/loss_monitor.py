@@ -348,7 +348,7 @@ class SpikeMonitor(LossMonitor):
         self.exchange.agree(None, lambda answers: None, "spike")
         text = f"step {iteration} is spike {self.left_out} of this run, see {self.spikes.path}"
         if action == "rollback":
-            text += ": --resume auto goes back to the newest checkpoint and passes over the "
+            text += ": --resume auto goes back to the newest checkpoint and skips the "
             raise NodeError(f"{text}batches since then", [], "spike")
         if action == "end":
             raise UserError(f"{text}, and --spike-limit is {self.config.run.spike_limit}")
@@ -415,7 +415,7 @@ def earlier_steps(out: str, done: int, run: str = "") -> list[tuple[float, float
             if "loss" in row or "skipped_samples" in row:  # a step's row, not an evaluation's
                 rows_by_step[row["iteration"]] = row
     rows = [rows_by_step[step] for step in sorted(rows_by_step) if step <= done]
-    # A row without "skipped" is of a step whose batch was passed over.
+    # A row without "skipped" is of a step whose batch was skipped.
     updates = [row for row in rows if not row.get("skipped", True)]
     return [(row["loss"], row["grad_norm"]) for row in updates[-WINDOW:]]
 

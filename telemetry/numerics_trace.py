@@ -97,6 +97,7 @@ class NumericsTrace:
         returns the context in which a file of that path is written.
         """
         self.state = state
+        self.state = state
         self.config: Config = state.config
         self.factory: ParamFactory = state.factory
         self.optimizer: Optimizer = state.optimizer
@@ -305,7 +306,7 @@ class _Observer:
         self.table = table
         self.mesh = trace.factory.mesh
         self.batch = trace.config.batches.batch(consumed)
-        length = trace.config.model.seq_length
+        length = trace.state.length
         positions = torch.arange(length, device=trace.factory.device)
         # The positions, in a sample, of the tokens that this rank has.
         self.positions = self.mesh.cp.balanced_shard(positions, 0)
@@ -355,6 +356,8 @@ class _Observer:
             # A block's output is the sum of two tensors, which have the same gradient.
             residual, with_gradient = output
             output = residual + with_gradient
+        if name == "loss" and output.dim() == 3:
+            output = output[0]  # beside it is the z-loss of --z-loss
         self._add(name, self.micro_batch, output)
         if with_gradient.requires_grad and name != "loss":
             observe_gradient = partial(self._add, f"gradient of {name}", self.micro_batch)

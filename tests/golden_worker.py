@@ -42,13 +42,14 @@ def options(case: dict) -> configuration.Config:
 
 def run(config: configuration.Config, context=None, prepare=lambda state, samples: None) -> dict:
     """Loss and gradient norm of every step, the final weights in sums, unequal replicas, and the
-    losses of evaluation sets. prepare: is called before the first step.
+    losses of evaluation sets; with --z-loss also that of every step. prepare: is called before the
+    first step.
     """
     training, splits = config.training, data.build(config)
     config, _ = pass_times.decide_schedule(config, context)
     state = trainer.build(config, context)
     prepare(state, splits.train)
-    losses, norms = [], []
+    losses, norms, z_losses = [], [], []
     for iteration in range(config.total_steps):
         consumed = config.batches.consumed(iteration)
         batch = config.batches.batch(consumed)
@@ -56,11 +57,12 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
         result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        z_losses += [] if result.z_loss is None else [result.z_loss]
     unequal = differing_replicas(state.stages, state.optimizer, state.factory.mesh)
     sets = splits.eval_sets.items()
     evaluated = {name: trainer.evaluate(state, *samples) for name, samples in sets}
     state.reader.close()
-    return {
+    return ({"z_losses": z_losses} if z_losses else {}) | {
         "evaluated": evaluated,
         "losses": losses,
         "norms": norms,

@@ -35,6 +35,10 @@ OF_RUNS = {
 --data cut --answers-only | cut has 100 tokens, but cut.targets has marks of 50
 --data cut --answers-only --eval-data a=few | --answers-only: few has no few.targets.bin and .idx
 --eval-data a=few:7 | --eval-data a asks for 7 samples, few has 6 of 16 tokens
+--eval-tasks nowhere.jsonl | --eval-tasks: cannot read nowhere.jsonl: No such file or directory
+--eval-tasks t=a-file | a-file:1 is not JSON
+--eval-tasks dir/.jsonl | --eval-tasks dir/.jsonl: '' is no name: give NAME=dir/.jsonl
+--after-save true | --after-save true needs --save-every or --save-every-minutes: nothing is saved
 --eval-data a=few --seq-length 100 | --eval-data a: few holds 100 tokens, but one sample takes
 --data only --eval-data a=few:999999999999 | --eval-data a asks for 999999999999 samples, few has 6
 --steps 1000000000000 --data only | the order of 8,000,000,000,000 samples takes 96,000.0 GB or more

@@ -8,7 +8,7 @@ OF_FILES = {
 @/sample.py
 | the following arguments are required: RUN
 --prompt text | the following arguments are required: RUN
-nowhere | give one of --prompt, --chat and --eval-data; none was given
+nowhere | give one of --prompt, --chat, --eval-data, --eval-tasks; none was given
 nowhere --prompt text | nowhere is not a complete checkpoint: there is no such folder
 a-file --prompt text | a-file is not a complete checkpoint: there is no such folder
 dir --prompt text | dir is not a complete checkpoint: it has no manifest.json
@@ -23,7 +23,7 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt | --prompt: expected one argument
 --prompt '1, 61' | --prompt: 61 is not below vocab-size(61)
 --prompt '1 -2' | --prompt '1 -2': no tokenizer was found beside the checkpoint or the corpus
---prompt 1 --eval-data a=b | --chat and --eval-data; --prompt and --eval-data were given
+--prompt 1 --eval-data a=b | --eval-data, --eval-tasks; --prompt and --eval-data were given
 --eval-data a=b --seed 5 | --seed goes with --prompt or --chat, not --eval-data
 --eval-data a=b --top-p 0.5 --max-tokens 3 | --max-tokens goes with --prompt or --chat, not
 --prompt '0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5' | the longest prompt has 16 tokens and --max-tokens
@@ -55,6 +55,9 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --prompt é | --prompt has bytes tha
 --eval-data a=few:7000 | --eval-data a asks for 7000 samples, few has
 --eval-data a=b a=c | --eval-data a=c: another set is called a
 --eval-data | --eval-data: expected at least one argument
+--eval-tasks nowhere | --eval-tasks: cannot read nowhere: No such file or directory
+--prompt 1 --scores f | --scores f needs --eval-tasks
+--eval-tasks a-file --seed 3 | --seed goes with --prompt or --chat, not --eval-tasks
 """,
     "sample.py on two ranks": """
 %/sample.py @/tests/data/run_189cc1d

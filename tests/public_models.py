@@ -224,6 +224,85 @@ LONGROPE = {
     "short_factor": [1.05, 1.1, 1.4, 2.6],
     "type": "longrope",
 }
+# DeepSeek's fields as its files have them; those that are not here are in every file.
+LATENT = SMALL | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "intermediate_size": 80,
+    "kv_lora_rank": 20,
+    "max_position_embeddings": 512,
+    "moe_intermediate_size": 24,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 12,
+}
+DEEPSEEK_ROPE = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 64,
+    "type": "yarn",
+}
+DEEPSEEK_V2 = LATENT | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "rope_scaling": DEEPSEEK_ROPE,
+}
+DEEPSEEK_V3 = LATENT | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "ep_size": 1,
+    "model_type": "deepseek_v3",
+    "n_group": 4,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 28,
+    "rope_scaling": DEEPSEEK_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+}
+MOONLIGHT = DEEPSEEK_V3 | {
+    "n_group": 1,
+    "n_shared_experts": 2,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+}
 ENDS = {"bos_token_id": BOS, "eos_token_id": [EOS, TURN], "do_sample": True, "temperature": 0.6}
 
 # name: (config.json, generation_config.json or None, where the chat template is, if anywhere)
@@ -351,6 +430,9 @@ MODELS: dict[str, tuple[dict, dict | None, str | None]] = {
         ENDS,
         None,
     ),
+    "DeepSeek-V2-Lite": (DEEPSEEK_V2, {"bos_token_id": BOS, "eos_token_id": EOS}, None),
+    "DeepSeek-V3": (DEEPSEEK_V3, None, None),
+    "Moonlight-16B-A3B": (MOONLIGHT, {"eos_token_id": EOS}, "tokenizer_config.json"),
     "OLMoE-1B-7B-0924": (
         LLAMA
         | {

@@ -9,8 +9,8 @@ import pytest
 import ranks
 
 from benchmarks.network import allreduce
-from check import bandwidth, timed_collectives
-from check.bandwidth import Measured, bus_factor, calibration, fit
+from checker import bandwidth, timed_collectives
+from checker.bandwidth import Measured, bus_factor, calibration, fit
 from planner import hardware
 
 

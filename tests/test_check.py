@@ -10,12 +10,12 @@ import pytest
 from ranks import ROOT, fork_one, fork_ranks, start
 
 from benchmarks.faults.check_faults import asked, judged
-from check.causes import explanations, shared
-from check.compare import Reference, Seen, first_difference
-from check.drawn import drawn
-from check.layouts import VALUES, cover, name_of, ranks_of, read, some
-from check.recorder import Piece
-from check.shrink import shrink
+from checker.causes import explanations, shared
+from checker.compare import Reference, Seen, first_difference
+from checker.drawn import drawn
+from checker.layouts import VALUES, cover, name_of, ranks_of, read, some
+from checker.recorder import Piece
+from checker.shrink import shrink
 from config import command_line, validation
 from config.errors import UserError
 from config.schema import Layout

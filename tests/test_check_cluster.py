@@ -8,7 +8,7 @@ import sys
 import pytest
 from ranks import Job, mpirun, srun_command, start
 
-from check.card import of_killed, of_layouts, of_network, page, verdict
+from checker.card import of_killed, of_layouts, of_network, page, verdict
 
 WORDS = ["check.py", "--cluster", "--device", "cpu", "--minutes", "9", "--line-rate", "10"]
 

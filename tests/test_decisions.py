@@ -75,7 +75,7 @@ def decided(found: Evidence, earlier=(), spare: int | None = 1, limit: int = 6) 
         (DEAD, after(replace(DEAD, nodes=("n2",))), 1, STOP, (), "in step 40 on n2 and n1"),
         (PREFLIGHT, [], 1, RESTART, ("n1",), "n1 left out"),
         (replace(PREFLIGHT, kind="audit"), [], None, STOP, (), "n1 cannot be used, and this"),
-        (replace(MISTAKE, kind="spike", finite=False), [], 0, RESTART, (), "are passed over"),
+        (replace(MISTAKE, kind="spike", finite=False), [], 0, RESTART, (), "are skipped"),
         (replace(MISTAKE, kind="spike", **FULL), [], 0, WAIT, (), "the disk is full"),
         (PREFLIGHT, [], 0, QUEUE, ("n1",), "n1 cannot be used"),
         (replace(DEAD, kind="", nodes=(), silent=("n2", "n3")), [], 1, QUEUE, ("n2", "n3"), ""),

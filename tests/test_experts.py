@@ -45,6 +45,8 @@ WITHOUT_A_LINE = {
     *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
     "skip_samples",
     *("ema", "eval_ema"),  # tests/test_weight_average.py
+    "stages",  # tests/test_stages.py
+    "eval_tasks",  # tests/test_tasks.py
 }
 SHAPE = {
     "precision": "fp64",

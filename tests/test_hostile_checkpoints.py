@@ -73,6 +73,7 @@ def test_every_hostile_checkpoint_is_refused_in_one_sentence(outcome):
     print(f"{len(refused)} checkpoints, each refused in a sentence by {', '.join(USES)}")
 
 
+@pytest.mark.slow
 def test_no_file_outside_of_a_checkpoint_is_opened(outcome):
     cases, _, trace = outcome
     if not list(trace.iterdir()):

@@ -19,6 +19,7 @@ from ranks import ROOT, start_ranks
 ROWS = (
     ("train",),
     ("check",),
+    ("checker",),
     ("tune",),
     ("tuner",),
     ("rehearse",),
@@ -31,6 +32,7 @@ ROWS = (
     ("checkpoint", "sample"),
     ("trainer",),
     ("decoding",),
+    ("scoring",),
     ("telemetry",),
     ("checkpointing",),
     ("pipeline",),

@@ -279,6 +279,15 @@ def test_a_model_from_scratch_has_the_tokens_of_its_corpus(windowed, tmp_path):
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None}
     assert {name: config[name] for name in ids} == ids
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
+    # run.json's bytes of a checkpoint have the tokenizer's files, which random tokens do not have.
+    without = words.replace(f"{tmp_path}/c", "synthetic").replace(f"{tmp_path}/r", f"{tmp_path}/s")
+    assert ranks.fork_one("train.py", *without.split()).status == 0
+    stated = [json.loads((tmp_path / f"{run}/run.json").read_text()) for run in "rs"]
+    (folder,) = (tmp_path / "r/checkpoints").iterdir()
+    copied = [folder / path.name for path in (windowed / "hf").iterdir()]
+    bytes_of_files = sum(path.stat().st_size for path in copied if path.is_file())
+    more = stated[0]["checkpoint_bytes"] - stated[1]["checkpoint_bytes"]
+    assert more >= bytes_of_files > 1000
 
 
 def test_prompts_of_a_corpus_from_before_begin_as_its_documents(windowed, tmp_path):
@@ -395,7 +404,7 @@ def test_a_talk_on_two_ranks_and_its_mistakes(windowed, tmp_path):
     with pytest.raises(UserError, match="has no chat_template of text"):
         sample.prepare_task(sample.parse([*words[1:], "--chat"]), 1)
     for more, sentence in (
-        (["--chat", "--prompt", "a"], "give one of --prompt, --chat and --eval-data; --prompt and"),
+        (["--chat", "--prompt", "a"], "--eval-data, --eval-tasks; --prompt and"),
         (["--system", "a", "--prompt", "a"], "--system goes with --chat, not --prompt"),
         ([], "none was given"),
     ):

@@ -5,7 +5,7 @@ import pytest
 import plan
 import rehearse
 import tune
-from config import validation
+from config import model_stats, spelling, validation
 from config.command_line import parse_request
 from config.errors import UserError
 from config.spelling import PRESETS, means_preset, preset
@@ -135,6 +135,45 @@ def test_megatrons_iterations_count_the_samples_of_a_batch_in_tokens():
     assert parse_request(words).config.training.lr_warmup_samples == 20
 
 
+@pytest.mark.parametrize(
+    ("words", "group", "expected"),
+    [
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters 5",
+            "training",
+            {"lr_wsd_decay_style": "1-sqrt", "lr_wsd_decay_samples": 40, "lr_schedule": "wsd"},
+        ),
+        (
+            "--lr-schedule wsd --lr-wsd-decay-style=minus_sqrt",
+            "training",
+            {"lr_wsd_decay_style": "1-sqrt"},
+        ),
+        (
+            "--lr-schedule wsd --lr_wsd_decay_style linear --num-query-groups 2",
+            "training",
+            {"lr_wsd_decay_style": "linear"},
+        ),
+    ],
+    ids=["wsd", "value alone", "same value"],
+)
+def test_values_that_megatron_calls_otherwise(words, group, expected):
+    """The flag has the same name in both, so only its value is translated; a note says so."""
+    request = parse_request([*SHORT, "--steps", "100", *words.split()])
+    values = vars(getattr(request.config, group))
+    assert {name: values[name] for name in expected} == expected
+    named = any("--lr-wsd-decay-style 1-sqrt" in note for note in request.notes)
+    assert named == ("minus_sqrt" in words)
+
+
+@pytest.mark.parametrize("style", ["exponential", "cosine", "minus-sqrt"])
+def test_a_decay_that_is_not_here_is_refused_with_those_that_are(style):
+    words = ["--steps", "9", "--lr-decay-style", "WSD", "--lr-wsd-decay-style", style]
+    with pytest.raises(
+        UserError, match=f"lr-wsd-decay-style is one of linear, 1-sqrt, not '{style}'"
+    ):
+        parse_request([*SHORT, *words])
+
+
 def test_every_program_takes_a_batch_in_tokens(tmp_path, monkeypatch):
     batch = [*SHORT, "--batch-tokens", "65536", "--gpu", "cpu"]
     assert plan.ask(["layouts", *batch, "--gpus", "2"]).data["global_batch_size"] == 8
@@ -250,3 +289,49 @@ def test_the_printed_command_of_a_plan_in_these_names_is_what_train_takes():
     assert found["launcher"] == ["mpirun", "-n", "8"]
     assert config.model == PRESETS["llama-3.2-1b"]
     assert config.training.global_batch_size == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "preset_name", "parameters"),
+    [
+        ("HuggingFaceTB/SmolLM3-3B", "smollm3-3b", 3_075_098_624),
+        ("allenai/Olmo-3-1025-7B", "olmo3-7b", 7_298_011_136),
+        ("google/gemma-2-27b-it", "gemma-2-27b", 27_227_128_320),
+        ("google/gemma-3-1b-pt", "gemma-3-1b", 999_885_952),
+        ("microsoft/phi-4", "phi-4", 14_659_507_200),
+        ("mistralai/Mistral-Small-24B-Base-2501", "mistral-small-24b-2501", 23_572_403_200),
+        ("mistralai/Mixtral-8x22B-v0.1", "mixtral-8x22b", 140_620_634_112),
+        ("openai/gpt-oss-120b", "gpt-oss-120b", 116_829_156_672),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", "qwen3-coder-480b-a35b", 480_154_875_392),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3", 671_026_404_352),
+        ("deepseek-ai/DeepSeek-V2", "deepseek-v2", 235_741_434_880),
+        ("moonshotai/Kimi-K2-Base", "kimi-k2", 1_026_408_209_408),
+        ("zai-org/GLM-4.5-Air", "glm-4.5-air", 106_852_245_504),
+        ("meta-llama/Llama-4-Scout-17B-16E", "llama-4-scout-17b-16e", 107_769_861_120),
+    ],
+)
+def test_a_model_of_the_hub_has_as_many_parameters_as_its_weights(name, preset_name, parameters):
+    """Without the biases that a router is balanced with, and without parts that are not here."""
+    assert spelling.preset_name(name) == preset_name
+    assert model_stats.parameters(preset(name)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "delta-net"),
+        ("nvidia/Nemotron-H-8B-Base-8K", "Mamba-2"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", "sparse attention"),
+        ("google/gemma-3n-E4B", "per-layer embeddings"),
+    ],
+)
+def test_a_model_that_cannot_be_expressed_says_what_is_missing(name, missing):
+    """It was offered the nearest name before, which is another architecture."""
+    with pytest.raises(UserError, match=f"cannot be expressed here: it has .*{missing}"):
+        preset(name)
+
+
+def test_a_model_that_is_planned_but_not_trained_says_what_it_lacks(capsys):
+    name = "meta-llama/Llama-4-Scout-17B-16E"
+    plan.main(["layouts", "--model", name, "--gpu", "h100", "--nodes", "16"])
+    assert "chunks of 8192 tokens" in capsys.readouterr().err

@@ -99,7 +99,8 @@ FAULTS: dict[str, tuple[dict, dict, tuple]] = {
     ),
     "other_order": ({"by_hand": "other_order"}, {"dp": 2}, (2, "activation", "tokens")),
 }
-PRECISIONS = ("fp64", "fp32", pytest.param("bf16", marks=pytest.mark.slow))
+SLOW = pytest.mark.slow
+PRECISIONS = (pytest.param("fp64", marks=SLOW), "fp32", pytest.param("bf16", marks=SLOW))
 EIGHT_BITS = {"optimizer": "adamw8bit", "hidden": 512, "ffn_hidden": 512}
 # Pairs of right runs with an optimizer that makes rounding errors larger: the layout and the model
 # of the run on two ranks, and the precision.
@@ -164,8 +165,7 @@ class Traces:
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory) -> Traces:
     made = Traces(tmp_path_factory.mktemp("traces"))
-    for precision in ("fp64", "fp32"):
-        made.plan_layouts(precision)
+    made.plan_layouts("fp32")
     made.plan(UNTRACED[1], "bf16", traced=False)
     for case, precision in ENLARGED.values():
         made.plan(case, precision)
@@ -179,18 +179,19 @@ def traces(tmp_path_factory) -> Traces:
 
 @pytest.fixture(scope="module")
 def traces_of(request, tmp_path_factory):
-    """The traces with a precision. Those in bf16 are made for the slow tests alone."""
+    """The traces with a precision. Those in fp64 and bf16 are made for the slow tests alone."""
 
     def traces_in(precision: str) -> Traces:
-        return request.getfixturevalue("traces_in_bf16" if precision == "bf16" else "traces")
+        return request.getfixturevalue("traces" if precision == "fp32" else "slow_traces")
 
     return traces_in
 
 
 @pytest.fixture(scope="module")
-def traces_in_bf16(tmp_path_factory) -> Traces:
-    made = Traces(tmp_path_factory.mktemp("traces_in_bf16"))
-    made.plan_layouts("bf16")
+def slow_traces(tmp_path_factory) -> Traces:
+    made = Traces(tmp_path_factory.mktemp("slow_traces"))
+    for precision in ("fp64", "bf16"):
+        made.plan_layouts(precision)
     made.make()
     return made
 
@@ -201,11 +202,12 @@ def loaded(run: Path, step: int) -> tuple[dict[str, np.ndarray], dict]:
     return arrays, json.loads(arrays["about"].tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*ONE, *TWO], ids=str)
-def test_a_trace_in_fp64_does_not_depend_on_the_layout(traces, case):
+def test_a_trace_in_fp64_does_not_depend_on_the_layout(slow_traces, case):
     for step in (1, 2):
-        one, about = loaded(traces.out(of_model(case), "fp64"), step)
-        many, others = loaded(traces.out(case, "fp64"), step)
+        one, about = loaded(slow_traces.out(of_model(case), "fp64"), step)
+        many, others = loaded(slow_traces.out(case, "fp64"), step)
         for name in ("activations", "parameters", "kinds", "bins", "samples"):
             assert about[name] == others[name]
         a, b = one["values"], many["values"]

@@ -17,10 +17,10 @@ import data
 from checkpointing.resumed import has_order_of
 from config.command_line import parse_request
 from config.inherited import Inherited, changed_constants, inherited
+from config.learning_rate import learning_rate
 from config.past import Past, from_text, to_text
 from config.schema import GROUPS, Config
 from config.validation import check
-from optim.update_rules import learning_rate
 
 SHAPE = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61"
 
@@ -300,6 +300,7 @@ FROM_THE_CHECKPOINT = [
     "balance",
     "balance_rate",
     "router_z_loss",
+    "z_loss",
     "seed",
     "data",
     "split",
@@ -312,7 +313,9 @@ FROM_THE_CHECKPOINT = [
     "mask_eod_loss",
     "answers_only",
 ]
-OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_ema", "cache"]
+OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema"]
+OF_THE_START.append("cache")
+OF_THE_START += ["batch_tokens", "stages"]  # the contents of --stages are taken over
 
 
 def test_every_option_of_training_and_data_is_classified():

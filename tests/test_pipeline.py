@@ -104,6 +104,7 @@ def pipeline_of(order, rank, mesh, stage_of, shape=(1, WIDTH), dtype=torch.float
     stage_of: makes a stage of its number, whether it is the last, and the deferred gradients.
     """
     pipeline = Pipeline.__new__(Pipeline)
+    pipeline.losses = ()
     pipeline.masked, pipeline.mesh = False, mesh
     pipeline.deferred = DeferredGradients() if order.split else None
     pipeline._connected, pipeline.sending = set(), []

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 from ranks import ROOT
 
-from benchmarks.planner import engines, published_cases, published_rows
 from benchmarks.planner import plan_accuracy as accuracy
+from benchmarks.planner import published_cases, published_rows
 from benchmarks.planner.source_accuracy import off_by
 from benchmarks.planner.stated_rows import StatedRow
 from config.errors import UserError
+from planner import hardware
 
-VALUES = {c.name: c.value for c in engines.constants()}
+VALUES = dict(hardware.fitted_values())
 FIGURES = ("in-sample", "held out")
 
 

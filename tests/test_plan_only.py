@@ -10,7 +10,7 @@ from config import block_kinds, model_stats
 from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
-from planner import hardware, layouts, memory, op_costs, questions, step_time
+from planner import hardware, layouts, memory, op_costs, questions, step_time, time_terms
 from planner.enumeration import Asked
 from planner.job import Job
 
@@ -284,3 +284,18 @@ def test_gpus_per_node_is_the_users(capsys):
     assert "a node of 8 has the links that v100-32 states" in capsys.readouterr().err
     with pytest.raises(UserError, match="--gpus-per-node must be above 0, not -1"):
         ask(f"{line} --gpus-per-node -1")
+
+
+def test_the_busiest_rank_of_many_experts_is_nearer_to_the_mean():
+    """Eight ranks of 8 experts: 0.3 / sqrt(8) x 1.43 above the mean; of one expert 0.3 x 1.43."""
+    training = Training(global_batch_size=64, precision="bf16")
+    layout = Layout(dp=8, ep=8)
+    machine = hardware.load("h100")
+
+    def uneven(experts: int, ep: int) -> float:
+        model = ModelShape(2, 64, 4, experts=experts, experts_per_token=2)
+        return float(time_terms.uneven(Job(model, replace(layout, ep=ep), training, machine)))
+
+    assert uneven(64, 8) == pytest.approx(1 + 0.3 * 1.434 / 8**0.5, rel=0.01)
+    assert uneven(8, 8) == pytest.approx(1 + 0.3 * 1.434, rel=0.01)
+    assert uneven(8, 1) == pytest.approx(1.0)

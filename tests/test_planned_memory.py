@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planner import engines, row_engines
 from config.command_line import parse
 from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
@@ -16,14 +15,14 @@ from config.validation import check
 from distributed.collectives import Group
 from distributed.context import MOST_CTAS
 from distributed.mesh import mesh_of_run
-from planner import hardware, layouts, memory, memory_terms, step_time
+from planner import engines, hardware, layouts, memory, memory_terms, step_time
 from planner.enumeration import Asked
 from planner.job import Job
 from schedules import orders
 from watchdog.flight_recorder import FlightRecorder
 
 A100 = hardware.load("a100-80")
-ENGINES = row_engines.read_engines()
+ENGINES = engines.programs()
 JEAN_ZAY = engines.on(
     hardware.load("jean-zay-a100"), ENGINES["megatron-deepspeed-2022"]["software"]
 )

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner import engines, row_engines
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
-from planner import hardware, op_costs, risk, step_time, time_terms
+from planner import engines, hardware, op_costs, risk, step_time, time_terms
 from planner.job import Job
 from schedules import long_schedule as long_schedules
 from schedules import orders, schedule, simulation
@@ -24,8 +23,8 @@ A100 = hardware.load("a100-80")
 
 
 def program(machine, engine):
-    """A machine with a program of benchmarks/data/engines.toml."""
-    facts = row_engines.read_engines()[engine]["software"]
+    """A machine with a program of planner/engines.toml."""
+    facts = engines.programs()[engine]["software"]
     return engines.on(hardware.load(machine), facts)
 
 

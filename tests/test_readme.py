@@ -1,7 +1,7 @@
 """README's own commands: if this failed, a newcomer's first hour would end at a command of ours.
 
-The blocks of Start, Check, Plan, Tune and Train are run as they are printed, in one shell and a copy of
-the repository; STEPS shortens the runs. What README prints as a program's output is compared.
+The blocks of Start, Check, Plan, Tune and Train are run as they are printed, in one shell and a
+copy of the repository; STEPS shortens the runs. What README prints as output is compared.
 """
 
 import os
@@ -123,7 +123,10 @@ def test_the_plan_of_the_first_page_is_what_the_planner_prints():
         if wanted.strip() != "...":
             assert any(line.rstrip() == wanted[4:].rstrip() for line in lines), wanted
     (block,) = [block for block in RUN if block.section == "Plan"]
-    assert block.lines == command
+    first, *others = block.lines.splitlines()
+    assert first == command
+    for other in others:
+        assert plan.ask(shlex.split(other)[2:]).text
 
 
 @pytest.mark.slow

@@ -57,6 +57,28 @@ def test_options_that_go_with_some_others_are_tried_with_these():
     assert {one.cp for one in at} == {1}
 
 
+def test_the_options_of_zero_3_are_tried_where_it_is():
+    """Each choice of both, unless one is held; without it, and on one replica, the default."""
+
+    def choices(layouts) -> set[tuple[bool, bool]]:
+        return {(one.sync_each_batch, one.reshard_after_forward) for one in layouts}
+
+    found, rejected = candidates()
+    layouts = [c.config.layout for c in found]
+    sharded = [one for one in layouts if one.zero == 3 and one.dp * one.cp > 1]
+    assert choices(sharded) == {(True, True), (True, False), (False, True), (False, False)}
+    assert choices(one for one in layouts if one not in sharded) == {(True, True)}
+    assert rejected == candidates(given={"zero": [0, 1, 2]})[1]
+    # Gradients of a single micro-batch are reduced once in any case.
+    assert all(one.sync_each_batch for one in sharded if one.micro_batch_size * one.dp == 16)
+    alone, _ = candidates(given={"zero": [3], "sync_each_batch": [False]})
+    several = [c.config.layout for c in alone if c.config.layout.dp > 1]
+    assert choices(several) == {(False, True), (False, False)}
+    assert choices(c.config.layout for c in candidates(given={"pp": [2]})[0]) == {(True, True)}
+    adafactor, _ = candidates("--optimizer", "adafactor")
+    assert choices(c.config.layout for c in adafactor) == {(True, True)}
+
+
 def test_cp_is_tried_with_long_samples():
     run = config("--seq-length", "8192", "--pp", "1")
     given = {"pp": [1], "zero": [1], "sequence_parallel": [False], "micro_batch_size": [1]}

@@ -161,13 +161,13 @@ def test_a_restart_keeps_the_steps_before_and_the_batches_left_out(tmp_path):
     assert after == {step: whole[step] for step in range(45, 61)}
     assert [row["iteration"] for row in rows(parts)] == [42, 46]
     assert rows(parts)[1]["mean"] == rows(tmp_path / "whole")[1]["mean"]
-    # From the checkpoint of step 40 the batch of step 42 is passed over.
+    # From the checkpoint of step 40 the batch of step 42 is skipped.
     for step in (44, 60):
         folder = parts / "checkpoints" / f"step_{step:08d}"
         folder.rename(parts / folder.name)
     outcome = train(parts, *words, planted=planted)
     assert outcome.status == 0, outcome.err
-    assert "batches that hold samples of 164:168, 180:184 are passed over" in outcome.out
+    assert "batches that hold samples of 164:168, 180:184 are skipped" in outcome.out
     again = losses(parts)
     assert again == {step: whole[step] for step in range(41, 61) if step not in (42, 46)}
 

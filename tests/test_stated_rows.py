@@ -273,7 +273,7 @@ def test_errors_of_sources_that_nothing_was_fitted_on(public):
     """Mean errors of time, of memory, and out of memory, as results/plan_rows.md has them."""
     values = {c.name: c.value for c in hardware.constants()}
     rows = source_accuracy.possible(public, values)
-    guesses = source_accuracy.held_out(rows, rows, values)
+    guesses = source_accuracy.held_out(rows, rows, values, {})
     plain = [row for row in rows if row.layout.cp == 1 and not row.facts.get("fp8")]
     figures = {
         source: source_accuracy.compare([r for r in plain if r.source == source], guesses)

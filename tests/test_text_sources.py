@@ -21,7 +21,7 @@ from ranks import ROOT
 from test_prepare_data import prepare, read
 
 from config.errors import UserError
-from scripts import text_sources
+from corpora import text_sources
 
 DOCUMENTS = [f'Grüße {number},\n"x"' for number in range(20)]
 COMPRESSIONS = {
@@ -115,7 +115,7 @@ def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
 READ = """
 import re, sys
 from pathlib import Path
-from scripts.text_sources import BadTexts, texts_of
+from corpora.text_sources import BadTexts, texts_of
 import pyarrow.parquet
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

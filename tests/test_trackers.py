@@ -44,6 +44,9 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_run_of_every_tracker(tmp_path
         assert sorted(expected) == steps
         seen = {event.step: event.value for event in events.Scalars(name)}
         assert seen == pytest.approx(expected, rel=1e-6), "TensorBoard keeps fp32"
+        if name == "loss":  # the share of the only corpus, since the row before
+            shares = events.Scalars(f"corpus_share/{tmp_path / 'corpus'}")
+            assert [(event.step, event.value) for event in shares] == [(2, 1), (3, 1), (5, 1)]
         texts = [json.dumps(value).encode() for value in expected.values()]
         assert [text for text in texts if text not in sent] == [], "W&B keeps texts of JSON"
 

@@ -13,6 +13,7 @@ import ranks
 from ranks import ROOT
 
 import tune
+from config.errors import UserError
 from tuner import session
 from tuner.session import BudgetSpent
 
@@ -156,6 +157,7 @@ def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, 
     assert stored
     assert all(t["status"] == "ok" for t in stored)
     assert (tmp_path / "layouts.svg").exists()
+    assert (tmp_path / "report.html").exists()
     assert processes_of(tmp_path) == []
 
 
@@ -184,3 +186,23 @@ def test_a_search_says_what_it_does_before_it_predicts(tmp_path, monkeypatch, ca
     with contextlib.suppress(BudgetSpent):
         asked._measure()
     assert said == ["predicting every layout of 4 blocks on 8 ranks\n"]
+
+
+def test_models_are_tried_by_name_or_by_shape_and_each_trial_says_its_own(tmp_path):
+    words = ["--tp", "1", "--pp", "1", "--try", "model=2x64x4x256,4x64x8", *SMALL.split()]
+    asked = new_session(tmp_path, *words, "--budget", "2")
+    assert {name: (m.layers, m.heads, m.ffn_hidden) for name, m in asked.models.items()} == {
+        "2x64x4x256": (2, 4, 256),
+        "4x64x8": (4, 8, 256),
+    }
+    with contextlib.suppress(BudgetSpent):
+        asked._measure()
+    tried = {candidate.label.split()[0] for candidate in asked.wanted.values()}
+    assert tried == {"2x64x4x256", "4x64x8"}
+    fastest = min(asked.wanted.values(), key=lambda candidate: candidate.prediction.seconds)
+    command = asked.command(fastest)
+    assert command[command.index("--layers") + 1] == "2"
+    with pytest.raises(UserError, match=r"--try model=A,B names models, once"):
+        new_session(tmp_path, "--try", "model=a", "--try", "model=b")
+    with pytest.raises(UserError, match="no preset is called 'gpt9'"):
+        new_session(tmp_path, "--try", "model=gpt9")

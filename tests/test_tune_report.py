@@ -1,16 +1,20 @@
 """If this failed, the tuner's table and picture would contradict what was measured."""
 
 import csv
+import re
 from types import SimpleNamespace
 
 import pytest
+from test_run_page import Tags
 from test_tune import SHAPE, tuned
 
 from config import command_line, model_stats, validation
-from planner import picture
-from tuner import result_tables
-from tuner.result_tables import LayoutResult
+from planner import hardware, picture
+from planner.layouts import Rejected
+from tuner import report_page, result_tables
+from tuner.result_tables import LayoutResult, SearchResult
 from tuner.search_space import Candidate
+from tuner.trials import Trial
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,68 @@ def test_the_notes_of_a_row_have_the_options_without_a_column():
     row = result_tables._markdown_row(LayoutResult(candidate, [trial], []), result)
     assert row[2:6] == ["2", "2", "1", "1"], "dp, tp, pp and micro-batch size"
     assert row[-1].startswith("cp2 zero1; "), row[-1]
+
+
+def test_the_page_has_what_was_measured_and_why_the_search_stopped(finished):
+    out, stored = finished
+    page = (out / "report.html").read_text()
+    found = Tags(page)
+    assert found.open == []
+    assert not found.tags & {"script", "iframe", "img", "link"}
+    assert all(link.startswith("#") for link in found.links)
+    assert len(set(found.ids)) == len(found.ids)
+    assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}
+    words = " ".join(found.texts)
+    ran = {trial["key"] for trial in stored if trial["status"] == "ok"}
+    assert "Every layout has been measured." in words
+    assert f"{len(ran)} of {len(ran)} layouts were tried." in words
+    assert "Measured over predicted: median" in words
+    assert "train.py" in words
+    assert {"predicted seconds of an iteration", "measured", "fastest"} <= {*found.texts}
+    with open(out / "results.csv", newline="") as file:
+        best, *_ = csv.DictReader(file)
+    seconds = result_tables.format_number(float(best["sec_per_it"]))
+    predicted = result_tables.format_number(float(best["predicted_sec"]))
+    cells = found.texts[found.texts.index("measured / predicted") :]
+    first = next(n for n, text in enumerate(cells) if text.startswith("1. "))
+    assert cells[first + 1 : first + 3] == [seconds, predicted]
+
+
+def test_the_page_says_what_was_not_measured_and_escapes_what_it_shows(finished):
+    """A search that its budget ended: the nearest layout, scaled by the planner's error."""
+    _, stored = finished
+    candidates = []
+    for trial in stored[:3]:
+        config = command_line.build(
+            {k: v for g in ("model",) for k, v in trial["config"][g].items()} | {"steps": 1}
+        )
+        label = f"{trial['label']} <b>&"
+        candidates.append(SimpleNamespace(key=trial["key"], label=label, ranks=8, config=config))
+    for candidate, seconds in zip(candidates, (0.5, 0.8, 1.0)):
+        candidate.prediction = SimpleNamespace(seconds=seconds)
+    own = [Trial(**stored[0] | {"seconds": [0.25] * 3}), Trial(**stored[1] | {"status": "oom"})]
+    reasons = [Rejected({"tp": n}, f"tp({n}) does not divide <script>") for n in (3, 5)]
+    result = SearchResult(
+        own,
+        candidates,
+        reasons,
+        hardware.load("cpu"),
+        "the budget of 2 is spent",
+        lambda c: ["<x>"],
+        "<title>",
+    )
+    page = report_page.page(result)
+    found = Tags(page)
+    assert not found.tags & {"script", "b", "x"}
+    words = " ".join(found.texts)
+    assert "The budget of 2 is spent." in words
+    assert "2 of 3 layouts were tried." in words
+    nearest = f"{candidates[2].label} has the fewest predicted seconds: 0.5 s"
+    assert nearest in words, "1.0 s, by the factor 0.25 / 0.5"
+    assert "failed" in found.texts
+    assert "Rejected without a run: 2" in words
+    cells = found.texts[found.texts.index("why, of one of them") :]
+    assert "2" in cells[:3], "both for one reason"
 
 
 def test_the_picture_has_every_layout_that_ran(finished):

@@ -5,6 +5,7 @@ search_space   the layouts that can run, as configurations of train.py
 search         chooses the layout to measure next, and when to stop
 trials         runs and stores a trial; estimates how much repeated trials vary
 result_tables  table.md, results.csv and layouts.svg
+report_page    report.html: predicted and measured, the table, where the search stopped and why
 
 tune.py uses `session`; benchmarks replay measured rows with `search`.
 """

@@ -59,6 +59,8 @@ def features(config: Config) -> tuple[float, ...]:
         0.5 * math.log2(layout.stages_per_rank) * pipeline,
         0.5 * (layout.partition not in ("balanced", "blocks") and pipeline),
         0.5 * layout.zero * (layout.dp * layout.cp > 1),
+        0.5 * (not layout.sync_each_batch),
+        0.5 * (not layout.reshard_after_forward),
     )
 
 

@@ -12,14 +12,16 @@ once.
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from typing import Any, NamedTuple
 
-from config.command_line import check_option, to_words
+from config.command_line import check_option, parse_request, reshape, to_words
 from config.errors import UserError
 from config.run_options import Run
-from config.schema import GROUPS, Config, Layout
+from config.schema import GROUPS, Config, Layout, ModelShape
 from config.validation import refusal
 from planner import layouts
 from planner.enumeration import Asked, Rejected
@@ -28,17 +30,20 @@ from planner.partition_costs import part_costs
 from planner.step_time import Prediction
 from schedules.partition import blocks_per_stage
 
+OF_ZERO_3 = ("sync_each_batch", "reshard_after_forward")  # options of --zero 3 alone
 # A search varies these options of a layout, unless the command line gives them.
 AXES = (
     *("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero"),
     *("sequence_parallel", "schedule", "virtual_stages", "partition"),
+    *OF_ZERO_3,
 )
 # Training options that a trial sets to None: the length of the run and the ramp-up of the batch.
 # They do not change the seconds of a step with the full batch.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
 )
-# Layouts that recompute all blocks are added, up to this share of the number of other layouts.
+# Layouts that recompute all blocks are added, up to this share of the number of other layouts, and
+# as many with each further choice of OF_ZERO_3.
 ALL_BLOCKS = 0.1
 
 
@@ -56,6 +61,7 @@ class Candidate:
 
     config: Config
     prediction: Prediction
+    model: str = ""  # the name of its model, if several are tried
 
     @property
     def ranks(self) -> int:
@@ -87,6 +93,7 @@ class Candidate:
         recomputes = layout.recompute != "none"
         has_schedule = pipeline and layout.schedule != "1f1b"
         words = [  # pairs: whether the word is shown, and the word
+            (bool(self.model), self.model.rpartition("/")[2]),
             (True, f"tp{layout.tp}"),
             (True, f"pp{layout.pp}"),
             (layout.cp > 1, f"cp{layout.cp}"),
@@ -96,6 +103,8 @@ class Candidate:
             (recomputes and layout.recompute_layers is not None, layout.recompute_layers),
             (layout.ep is not None, f"ep{layout.ep}"),
             (layout.dp * layout.cp > 1, f"zero{layout.zero}"),
+            (not layout.sync_each_batch, "once"),
+            (not layout.reshard_after_forward, "kept"),
             (layout.sequence_parallel, "sp"),
             (has_schedule, layout.schedule),
             (has_schedule and layout.virtual_stages is not None, layout.virtual_stages),
@@ -137,7 +146,9 @@ def candidates(
     # By layout and reason, so that a layout which several tables reject is listed once.
     rejected: dict[tuple, Rejected] = {}
     slower = 0
-    for fixed, share in _tables(config, given):
+    main = list(_tables(config, given))
+    further = list(_further_of_zero_3(config, given))
+    for number, (fixed, share) in enumerate(main + further):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
         # With --schedule auto only the fastest layout of each tp, pp and micro-batch size is taken;
         # otherwise all layouts, up to a share of `most`.
@@ -151,6 +162,8 @@ def candidates(
                 continue
             run = Candidate(replace(config, layout=ranked.layout), ranked.prediction)
             runs.setdefault(_program(config, ranked.layout), run)
+        if number >= len(main):  # what it refuses runs with the first choice, or is rejected there
+            continue
         for entry in answer.rejected:
             rejected[(*sorted(entry.layout.items()), entry.reason)] = entry
     fastest_first = sorted(runs.values(), key=lambda run: run.prediction.seconds)
@@ -166,10 +179,7 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     of `candidates` that the planner may predict. given: values to try, by option.
     """
     # Fixed are the options that a search does not vary, and the values that the user gave.
-    fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
-    fixed["partition"] = choices("partition")  # the planner itself would try only one partition
-    for name, values in given.items():
-        fixed[name] = values[0] if len(values) == 1 else values
+    fixed = _fixed(config, given)
     # The number of recomputed blocks is fixed below, once for each number that the user gave.
     fixed.pop("recompute_layers", None)
     numbers_of_blocks = given.get("recompute_layers")
@@ -189,6 +199,36 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     if "full" in given.get("recompute", ["full"]):
         # Layouts that recompute all blocks, in case that a run needs more memory than predicted.
         yield fixed | {"recompute": ["full"], "recompute_layers": None}, ALL_BLOCKS
+
+
+def _fixed(config: Config, given: dict[str, list]) -> dict[str, Any]:
+    """Return the options of a layout that are fixed, each to a value or to a list of values.
+
+    Of each option of OF_ZERO_3 it is the first value; `_further_of_zero_3` has the others.
+    """
+    fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
+    fixed["partition"] = choices("partition")  # the planner itself would try only one partition
+    for name, values in given.items():
+        fixed[name] = values[0] if len(values) == 1 or name in OF_ZERO_3 else values
+    return fixed
+
+
+def _further_of_zero_3(
+    config: Config, given: dict[str, list]
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield the questions about layouts with --zero 3 and its own options, as `_tables` does.
+
+    There is one for each choice of these options but the first. --zero 3 has no pipeline: without
+    pp 1 or without it in the space there is no question.
+    """
+    if 3 not in given.get("zero", [3]) or 1 not in given.get("pp", [1]):
+        return
+    _, *others = product(*(given.get(name, [True, False]) for name in OF_ZERO_3))
+    fixed = _fixed(config, given) | {"zero": 3, "pp": 1}
+    schedules = [name for name in given.get("schedule", []) if name != "auto"]
+    fixed["schedule"] = schedules or ["1f1b"]  # they are the same without a pipeline
+    for choice in others:
+        yield fixed | dict(zip(OF_ZERO_3, choice, strict=True)), ALL_BLOCKS
 
 
 def choices(option: str) -> list:
@@ -211,11 +251,14 @@ def _program(config: Config, layout: Layout) -> tuple:
     costs = part_costs(config.model, config.training.precision, kind)
     blocks = blocks_per_stage(config.model, layout, costs)
     pipeline = layout.pp > 1
+    sharded = layout.dp * layout.cp > 1
     several_micro_batches = config.training.global_batch_size > layout.micro_batch_size * layout.dp
     return (
         (layout.tp, layout.pp, layout.cp, layout.micro_batch_size, layout.recompute),
         tuple(layout.recomputed_blocks(count, stage) for stage, count in enumerate(blocks)),
-        layout.zero if layout.dp * layout.cp > 1 else None,
+        layout.zero if sharded else None,
+        layout.sync_each_batch or not (sharded and several_micro_batches),
+        layout.reshard_after_forward or not sharded,
         layout.sequence_parallel if layout.tp > 1 else None,
         layout.schedule if pipeline and several_micro_batches else None,
         tuple(blocks),
@@ -229,6 +272,8 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
     certain if their layouts differ only in micro-batch size and recomputation, the micro-batch is
     not smaller, and the candidate recomputes as the other one does, or nothing.
     """
+    if candidate.config.model != other.config.model:
+        return False
     a = candidate.config.layout
     b = other.config.layout
     recomputation = ("recompute", "recompute_layers")
@@ -246,21 +291,54 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
 def tried_values(texts: list[str]) -> dict[str, list]:
     """Return the values of all --try AXIS=V,V options, by the option's name with underscores.
 
-    The texts ["tp=1,2", "zero=1"] give {"tp": [1, 2], "zero": [1]}. Raise UserError for an unknown
+    The texts ["tp=1,2", "zero=1"] give {"tp": [1, 2], "zero": [1]}; for the axis `model` see
+    `tried_models`. Raise UserError for an unknown
     or repeated axis, and for a value that the option cannot have.
     """
     values_of_axes: dict[str, list] = {}
     for text in texts:
         name, _, values = text.partition("=")
         name = name.replace("-", "_")
+        if name == "model" and values:
+            continue
         if name not in AXES or not values or name in values_of_axes:
-            axes = ", ".join(axis.replace("_", "-") for axis in AXES)
+            axes = ", ".join(["model", *(axis.replace("_", "-") for axis in AXES)])
             raise UserError(f"--try takes AXIS=V,V with AXIS one of {axes}, once, not {text!r}")
         try:
             values_of_axes[name] = [_tried_value(name, value) for value in values.split(",")]
         except UserError as error:
             raise UserError(f"--try {text}: {error}") from None
     return values_of_axes
+
+
+# A shape as `plan.py shapes` names it: blocks, hidden size, heads and MLP width.
+SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?")
+
+
+def tried_models(texts: list[str]) -> list[str]:
+    """Return the names of the models in --try model=A,B; empty if there is none.
+
+    Raise UserError if the axis is given twice or has no name.
+    """
+    values = [text.removeprefix("model=") for text in texts if text.startswith("model=")]
+    if len(values) > 1 or (any(not name for name in ",".join(values).split(",")) and values):
+        raise UserError(f"--try model=A,B names models, once, not {' '.join(values)!r}")
+    return values[0].split(",") if values else []
+
+
+def model_of(name: str, base: ModelShape) -> ModelShape:
+    """Return the model of a name in --try: a preset, a path, or blocks x hidden x heads x MLP.
+
+    base: the model of the run, whose other options such a shape has.
+    """
+    if found := SHAPE.fullmatch(name):
+        sizes = [int(number) if number else None for number in found.groups()]
+        own = dict(zip(("layers", "hidden", "heads", "ffn_hidden"), sizes, strict=True))
+        shared = base.heads // base.kv_heads  # query heads of a key head
+        own["kv_heads"] = sizes[2] // math.gcd(sizes[2], shared)
+        own["head_size"] = sizes[1] // sizes[2]
+        return reshape(base, {key: value for key, value in own.items() if value is not None})
+    return parse_request(["--model", name], plans=True).config.model
 
 
 def _tried_value(option: str, text: str) -> bool | int | str:

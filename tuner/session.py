@@ -27,7 +27,7 @@ from config.errors import UserError
 from config.paths import check_folder
 from planner import hardware
 from planner.layouts import Rejected
-from tuner import result_tables, search_space, trials
+from tuner import report_page, result_tables, search_space, trials
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, features
 from tuner.search_space import Candidate
@@ -36,6 +36,7 @@ from tuner.trials import STOPPING, Runner, Trial, TrialStore
 TOP = 5  # the number of layouts that are printed at the end
 MOST = 1e18  # a number on the command line must be below this limit
 PREDICTED = 200  # a search chooses from this number of layouts, which are likely the fastest
+WRITTEN = ("report.html", "table.md", "results.csv", "layouts.svg")
 DEFAULT_STEPS = 1000  # the suggested training command has these --steps if the user gave no length
 DEFAULT_GAIN = 1.0  # the value of --gain, in per cent of a step's seconds, if it is not given
 
@@ -170,6 +171,9 @@ class Session:
         given_axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in given_axes}
         self.held |= search_space.tried_values(options.tried)
+        base = self.config.model
+        names = search_space.tried_models(options.tried)
+        self.models = {name: search_space.model_of(name, base) for name in names} or {"": base}
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
@@ -198,6 +202,9 @@ class Session:
             on_cpu = given.get("device") == "cpu"
             return {"out": "runs/tune", "precision": "fp32" if on_cpu else precision}
 
+        names = search_space.tried_models(self.options.tried)
+        if names and "--model" not in arguments and not search_space.SHAPE.fullmatch(names[0]):
+            arguments = [*arguments, "--model", names[0]]
         return command_line.parse_request(arguments, defaults=defaults)
 
     def run(self) -> None:
@@ -259,11 +266,18 @@ class Session:
         """
         config = self.config
         ranks = self.options.gpus
-        say(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
         most = math.inf if self.options.all else PREDICTED
-        candidates, self.rejected, slower = search_space.candidates(
-            config, self.machine, ranks, self.held, self.options.risk, most
-        )
+        candidates, slower = list[Candidate](), 0
+        for name, model in self.models.items():
+            say(f"predicting every layout of {model.layers} blocks on {ranks} ranks")
+            of_model = dataclasses.replace(config, model=model)
+            found, rejected, left = search_space.candidates(
+                of_model, self.machine, ranks, self.held, self.options.risk, most
+            )
+            candidates += [dataclasses.replace(candidate, model=name) for candidate in found]
+            self.rejected += rejected
+            slower += left
+        candidates.sort(key=lambda candidate: candidate.prediction.seconds)
         for entry in self.rejected:
             say("rejected " + result_tables.rejection_line(entry))
         say(f"{len(candidates)} layouts can run, {len(self.rejected)} cannot")
@@ -360,17 +374,18 @@ class Session:
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:
-    """Write the report, table.md, results.csv and layouts.svg, into the folder `out`.
+    """Write report.html, table.md, results.csv and layouts.svg into the folder `out`.
 
     Return the lines to print: the fastest layouts, a summary, and a command that trains.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text("\n".join(result_tables.markdown(result)) + "\n")
     (out / "results.csv").write_text(result_tables.csv_text(result))
+    (out / "report.html").write_text(report_page.page(result))
     result_tables.draw(result, str(out / "layouts.svg"))
     ranked = result.ranked
     lines = [*map(result_tables.top_line, ranked[:TOP]), "", *result_tables.summary(result)]
     if ranked:
         command = shlex.join(result.command(ranked[0].candidate))
         lines += ["", "to train on the fastest:", f"    {command}"]
-    return [*lines, "", f"written: {out}/table.md, {out}/results.csv, {out}/layouts.svg"]
+    return [*lines, "", f"written: {', '.join(f'{out}/{name}' for name in WRITTEN)}"]

@@ -136,13 +136,14 @@ class Runner:
         training = replace(config.training, **search_space.FULL_BATCH)
         training = replace(training, steps=WARM_UP + self.timed)
         data_options: dict[str, Any] = {"eval_every": 0, "eval_samples": 0, "eval_data": None}
+        data_options["eval_tasks"] = None
         if config.data.data == ("synthetic",):
             data_options["cache"] = None  # synthetic data is not read from files
         data = replace(config.data, **data_options)
         # Options of the run that would take time or change what is measured are off.
         off: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
         off |= {"keep_last": 0, "keep_every": 0, "check_replicas_every": 0, "tensorboard": False}
-        off |= {"preflight": False, "exit_after_minutes": 0.0}
+        off |= {"after_save": None, "preflight": False, "exit_after_minutes": 0.0}
         off |= {"begin_at_samples": 0, "stop_at_samples": 0}
         off |= {"save_weights_only": False, "load_weights_only": False}
         run = replace(config.run, out=str(out), **off)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
 from benchmarks.device_rates import EDGE, copy_rate, gemm_rate, seconds_of
-from check import bandwidth
+from checker import bandwidth
 from config.command_line import parse as parse_options
 from planner import hardware
 

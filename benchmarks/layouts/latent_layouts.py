@@ -34,6 +34,7 @@ from config.errors import UserError
 RESULTS = ROOT / "benchmarks" / "results" / "mla.md"
 LAYOUTS = {2: 50, 4: 80, 8: 20}  # by the number of ranks
 IN_A_START = 10  # layouts that are trained in one start of ranks
+FIRST_OF_FAULTS = (0, 10, 20, 30)  # of the starts in which a mistake is planted
 STEPS = 4
 SECONDS = 1500  # after which the ranks of a start are ended
 LIMIT = 1e-12
@@ -134,7 +135,7 @@ def names() -> list[str]:
         for ranks, count in LAYOUTS.items()
         for first in range(0, count, IN_A_START)
     ]
-    return starts + [f"4/0/{fault}" for fault in FAULTS]
+    return starts + [f"4/{first}/{fault}" for fault in FAULTS for first in FIRST_OF_FAULTS]
 
 
 def report(rows: list[dict]) -> str:

@@ -1,13 +1,13 @@
 """Muon over layouts: drawn layouts against one rank, the first update under tp, and its cost.
 
-    python benchmarks/layouts/muon.py [--layouts 150] [--seed 2] [--out benchmarks/results/muon.md]
+    python benchmarks/layouts/muon.py --keep RESULTS.jsonl
 
 The cost is processor time on two CPU ranks, of Muon's and of AdamW's updates, beside the counts of
-FLOPs; wall-clock time on a shared machine would say nothing.
+FLOPs; wall-clock time on a shared machine would say nothing. Results are kept in RESULTS.jsonl, so
+that the list can be made in parts, with --minutes.
 """
 
 import argparse
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -16,68 +16,67 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import golden_worker
-import torch
 from muon_layouts import MODES, ONE_STEP, drawn_jobs, largest_differences
 from ranks import results_of
 
+from benchmarks.results_file import add_options, from_options, head
 from config.model_stats import model_flops
 from planner import muon_terms
 
+RESULTS = ROOT / "benchmarks" / "results" / "muon.md"
+LAYOUTS = 150  # of each mode and precision
+SEED = 2
+IN_A_START = 30  # layouts of two or four ranks, in a start of each
+PRECISIONS = ("fp64", "fp32")
 COST = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "activation": "swiglu"}
 COST |= {"ffn_hidden": 512, "seq_length": 256, "vocab_size": 512, "global_batch_size": 8}
 COST |= {"micro_batch_size": 4, "steps": 20, "timed_steps": 4, "work": "timed"}
 
 
-def layouts(count: int, seed: int, folder: Path) -> list[str]:
-    """Return the rows of the drawn layouts."""
-    rows = []
-    for precision in ("fp64", "fp32"):
-        for mode in MODES:
-            jobs = [
-                (ranks, case)
-                for ranks, case in drawn_jobs(3 * count, precision, seed)
-                if case["muon_qkv"] == mode
-            ]
-            losses, weights = largest_differences(jobs, folder)
-            rows.append(f"| {precision} | {mode} | {len(jobs)} | {losses:.1e} | {weights:.1e} |")
-            print(rows[-1], flush=True)
-    return rows
+def run(name: str) -> list[dict]:
+    """Return the rows of a part: `first`, `cost`, or a start of layouts such as `fp64/joint/30`."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        if name == "first":
+            return [{"name": name} | row for row in first_updates(folder)]
+        if name == "cost":
+            return [{"name": name} | row for row in cost(folder)]
+        precision, mode, first = name.split("/")
+        every = drawn_jobs(3 * LAYOUTS, precision, SEED)
+        jobs = [(ranks, case) for ranks, case in every if case["muon_qkv"] == mode]
+        jobs = jobs[int(first) : int(first) + IN_A_START]
+        losses, weights = largest_differences(jobs, folder)
+    row = {"name": name, "precision": precision, "mode": mode, "layouts": len(jobs)}
+    return [row | {"losses": losses, "weights": weights}]
 
 
-def first_updates(folder: Path) -> list[str]:
-    """Return the rows of the first update under tp 2."""
-    rows = []
+def first_updates(folder: Path) -> list[dict]:
+    """Return the differences of the first update under tp 2."""
     jobs = [
         ONE_STEP | {"tp": 2, "zero": 0, "precision": p, "muon_qkv": m, "work": "compared"}
-        for p in ("fp64", "fp32")
+        for p in PRECISIONS
         for m in MODES
     ]
-    for job, found in zip(jobs, results_of("tests/muon_worker.py", 2, jobs, folder)):
-        gradients, updates = found["gradients"], found["updates"]
-        rows.append(f"| {job['precision']} | {job['muon_qkv']} | {gradients:.1e} | {updates:.1e} |")
-        print(rows[-1], flush=True)
-    return rows
+    found = results_of("tests/muon_worker.py", 2, jobs, folder)
+    return [
+        {"precision": job["precision"], "mode": job["muon_qkv"]} | differences
+        for job, differences in zip(jobs, found, strict=True)
+    ]
 
 
-def cost(folder: Path) -> list[str]:
-    """Return the rows of the processor time of an update, and of the FLOPs."""
-    rows = []
+def cost(folder: Path) -> list[dict]:
+    """Return the processor seconds of an update, by layout, with AdamW and with Muon."""
+    layouts = {"dp 2, ZeRO 1": (1, 1), "dp 2, ZeRO 0": (0, 1), "tp 2": (0, 2)}
     jobs = [
         COST | {"optimizer": name, "zero": zero, "tp": tp}
-        for zero, tp in ((1, 1), (0, 1), (0, 2))
+        for zero, tp in layouts.values()
         for name in ("adamw", "muon")
     ]
     found = results_of("tests/muon_worker.py", 2, jobs, folder, 1500)
-    for (job, adamw), (_, muon) in zip(zip(jobs[::2], found[::2]), zip(jobs[1::2], found[1::2])):
-        layout = "tp 2" if job["tp"] == 2 else f"dp 2, ZeRO {job['zero']}"
-        ratio = muon["update"] / adamw["update"]
-        share = muon["update"] / muon["passes"]
-        rows.append(
-            f"| {layout} | {adamw['update'] * 1e3:.1f} | {muon['update'] * 1e3:.1f} | {ratio:.1f} |"
-            f" {muon['passes'] * 1e3:.0f} | {share:.1%} |"
-        )
-        print(rows[-1], flush=True)
-    return rows
+    return [
+        {"layout": layout, "adamw": adamw["update"]} | muon
+        for layout, adamw, muon in zip(layouts, found[::2], found[1::2], strict=True)
+    ]
 
 
 def counted() -> str:
@@ -96,25 +95,46 @@ def counted() -> str:
     )
 
 
-def main() -> None:
-    """Measure everything, and write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layouts", type=int, default=150, help="of each mode and precision")
-    parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/muon.md")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        first = first_updates(folder)
-        costs = cost(folder)
-        drawn = layouts(options.layouts, options.seed, folder)
-    lines = [
-        "# Muon over layouts",
-        "",
-        f"    python benchmarks/layouts/muon.py --layouts {options.layouts} --seed {options.seed}",
-        "",
-        f"Machine: virtual machine, CPU ranks over gloo, one thread each; Python "
-        f"{platform.python_version()}, torch {torch.__version__}. Other programs ran on it.",
+def names() -> list[str]:
+    """The names of all parts."""
+    starts = range(0, LAYOUTS, IN_A_START)
+    return [
+        "first",
+        "cost",
+        *(f"{p}/{mode}/{first}" for p in PRECISIONS for mode in MODES for first in starts),
+    ]
+
+
+def layout_lines(rows: list[dict]) -> list[str]:
+    """The table of the drawn layouts."""
+    lines = []
+    for precision in PRECISIONS:
+        for mode in MODES:
+            own = [row for row in rows if row["name"].startswith(f"{precision}/{mode}/")]
+            if own:
+                count = sum(row["layouts"] for row in own)
+                losses, weights = (max(row[key] for row in own) for key in ("losses", "weights"))
+                lines.append(f"| {precision} | {mode} | {count} | {losses:.1e} | {weights:.1e} |")
+    return lines
+
+
+def cost_line(row: dict) -> str:
+    """A line of the table of costs."""
+    adamw, muon, passes = (1e3 * row[key] for key in ("adamw", "update", "passes"))
+    numbers = [f"{adamw:.1f}", f"{muon:.1f}", f"{muon / adamw:.1f}", f"{passes:.0f}"]
+    return f"| {' | '.join([row['layout'], *numbers, f'{muon / passes:.1%}'])} |"
+
+
+def report(rows: list[dict]) -> str:
+    """The text of the results file."""
+    drawn = [row for row in rows if "/" in row["name"]]
+    done = sum(row["layouts"] for row in drawn)
+    asked = LAYOUTS * len(MODES) * len(PRECISIONS)
+    facts = f"{done} of {asked} layouts were run: {LAYOUTS} of each kind. One thread a rank."
+    command = "python benchmarks/layouts/muon.py --keep RESULTS.jsonl"
+    lines = head("Muon over layouts", command, facts)
+    lines += [
+        "Other programs ran on the machine.",
         "",
         "## Drawn layouts against one rank, ten steps",
         "",
@@ -126,7 +146,7 @@ def main() -> None:
         "",
         "| precision | q, k, v | layouts | losses and norms | weights |",
         "| --- | --- | --: | --: | --: |",
-        *drawn,
+        *layout_lines(drawn),
         "",
         "## The first update under tp 2 against tp 1",
         "",
@@ -135,7 +155,12 @@ def main() -> None:
         "",
         "| precision | q, k, v | gradients | updates |",
         "| --- | --- | --: | --: |",
-        *first,
+    ]
+    for row in rows:
+        if row["name"] == "first":
+            numbers = f"{row['gradients']:.1e} | {row['updates']:.1e}"
+            lines.append(f"| {row['precision']} | {row['mode']} | {numbers} |")
+    lines += [
         "",
         "## Processor time of an update on two ranks, ms of both together",
         "",
@@ -143,10 +168,19 @@ def main() -> None:
         "",
         "| layout | AdamW | Muon | ratio | passes | Muon of the passes |",
         "| --- | --: | --: | --: | --: | --: |",
-        *costs,
-        "",
+        *(cost_line(row) for row in rows if row["name"] == "cost"),
     ]
-    options.out.write_text("\n".join(lines))
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run what is not kept yet, and write the results file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser)
+    kept = from_options(parser.parse_args())
+    done = {row["name"] for row in kept.rows()}
+    kept.run(run, [name for name in names() if name not in done])
+    RESULTS.write_text(report(kept.rows()))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 Groups are measured alone (the first of each kind) and all at once, as in training. There is no
 barrier between trials; a trial's time is the mean over the ranks of the slowest group. Writes
 allreduce.csv, pairs.csv and calibration.toml (for plan.py and tune.py) into --out.
-Definitions: check/bandwidth.py.
+Definitions: checker/bandwidth.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from check.bandwidth import (
+from checker.bandwidth import (
     OPERATIONS,
     Measured,
     by_series,
@@ -44,7 +44,7 @@ from distributed.launch import Launch, discover
 from planner import hardware
 
 if TYPE_CHECKING:  # mistakes are said before torch is imported
-    from check.timed_collectives import World
+    from checker.timed_collectives import World
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAIR_BYTES = 16 * MIB
@@ -116,7 +116,7 @@ def placed(tp: int, pp: int, size: int) -> Layout:
 def run(given, world: "World", layout: Layout) -> list[Measured]:
     """All rows, each printed when it is measured."""
     largest = min(given.max_bytes, world.free_bytes())
-    from check.timed_collectives import Plan, check_sum, measure
+    from checker.timed_collectives import Plan, check_sum, measure
 
     plan = Plan(given.trials, given.warm_ups, given.seconds)
     check_sum(world)
@@ -162,7 +162,7 @@ def conclude(given, world: "World", measured: list[Measured], extra: dict[str, f
 def scan(given, world: "World") -> None:
     """The pair scan, printed and written; collective."""
     size = min(PAIR_BYTES, given.max_bytes)
-    from check.timed_collectives import pair_scan
+    from checker.timed_collectives import pair_scan
 
     pairs = pair_scan(world, size)
     if world.context.rank:
@@ -195,7 +195,7 @@ def main() -> None:
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     from benchmarks.network.rates import rates
-    from check.timed_collectives import World, limits_of_sms
+    from checker.timed_collectives import World, limits_of_sms
     from distributed.context import start
 
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()

@@ -3,7 +3,7 @@
 import psutil
 
 from benchmarks.device_rates import copy_rate, gemm_rate
-from check.timed_collectives import World
+from checker.timed_collectives import World
 from planner import hardware
 
 

@@ -17,9 +17,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.planner import engines, plan_accuracy, published_cases, published_rows
+from benchmarks.planner import plan_accuracy, published_cases, published_rows
 from config.cli import Parser
 from config.errors import UserError, sentences
+from planner import hardware
 from planner.picture import LIGHT, SETTINGS, themed
 from schedules import orders
 from schedules.simulation import bubble, simulate, unit_seconds
@@ -32,7 +33,7 @@ def planner_accuracy() -> str:
     """Predicted over measured seconds, two logarithmic axes."""
     rows = published_rows.read(str(ROOT / "benchmarks/data/measured_rows.csv"))
     cases = published_cases.cases(rows)
-    values = {c.name: c.value for c in engines.constants()}
+    values = dict(hardware.fitted_values())
     predicted = plan_accuracy.held_out(cases, "seconds", values, cases)
     chosen = [c for c in plan_accuracy.usable(cases, "seconds") if c.source == "001"]
     measured = [c.seconds for c in chosen]

@@ -9,11 +9,11 @@ notes can be read in several ways. Rows that tune.py wrote need none of it.
 import re
 from typing import Any
 
-from benchmarks.planner import published_rows, row_engines
+from benchmarks.planner import published_rows
 from benchmarks.planner.published_rows import WORDS, integer
 from benchmarks.planner.stated_rows import StatedRow
 from config.schema import Layout, Training
-from planner import hardware
+from planner import engines, hardware
 
 # Virtual stages that the source states elsewhere: (layers, pp) of Megatron's tables in
 # examples/sc21/run_table_1.sh and arXiv 2205.05198. The H100 table states none: 4 is assumed.
@@ -35,7 +35,7 @@ EXPLAINED = {
 
 def cases(rows: list[dict[str, str]]) -> list[StatedRow]:
     """The rows with a whole model, layout and batch. Repeated and invalid ones are set aside."""
-    programs = row_engines.read_engines()
+    programs = engines.programs()
     usable = [row for row in rows if published_rows.describes_run(row) and _batch(row)]
     return [_case(_corrected(row, usable), programs) for row in usable]
 

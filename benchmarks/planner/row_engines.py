@@ -1,5 +1,5 @@
-"""Facts of a row's training program that its columns lack: from benchmarks/data/engines.toml, and
-from the row's own `software`, `inexpressible` and `note`.
+"""Facts of a row's training program that its columns lack: from planner/engines.toml, and from
+the row's own `software`, `inexpressible` and `note`.
 """
 
 from collections.abc import Callable
@@ -7,14 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.engines import Engine
 from benchmarks.planner.published_rows import KERNEL, YES_NO
 from benchmarks.planner.row_table import Cells
-from config.command_line import read_toml
 from config.errors import nearest
 from config.schema import Layout, ModelShape, Training
+from planner.engines import Engine
 
-ENGINES = Path(__file__).parents[1] / "data" / "engines.toml"
 # The engine of rows that have no column `engine`, by the letters that their names begin with.
 PREFIXES = {
     "AA": "aleph",
@@ -48,15 +46,6 @@ USED: dict[str, dict[str, Any]] = {
     "selective layer AC": {"recompute_share": 0.5},
     "selective AC (share of blocks not stated)": {"recompute_share": 0.5},
 }
-
-
-def read_engines() -> dict[str, dict[str, Any]]:
-    """The tables of engines.toml by name; one that is `like` another has its software too."""
-    tables = read_toml(ENGINES, ENGINES.name)
-    for own in tables.values():
-        if "like" in own:
-            own["software"] = tables[own["like"]]["software"] | own["software"]
-    return tables
 
 
 def engine_of(cells: Cells, engines: dict[str, dict[str, Any]]) -> dict[str, Any]:

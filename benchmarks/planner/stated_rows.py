@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.planner import engines, published_rows, row_engines
+from benchmarks.planner import published_rows, row_engines
 from benchmarks.planner.published_rows import RECOMPUTATION, YES_NO
 from benchmarks.planner.row_table import Cells, Table
 from config.errors import UserError
 from config.schema import SCHEDULES, Layout, ModelShape, Training
-from planner import hardware
+from planner import engines, hardware
 
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
 ACTIVATIONS = {name: name for name in ("gelu", "gelu_tanh", "swiglu")}
@@ -111,7 +111,7 @@ class RowReader:
 
     def __init__(self, path: Path):
         self.path = path
-        self.engines = row_engines.read_engines()
+        self.engines = engines.programs()
         self.machines: dict[str, hardware.Machine | str] = {}  # or why there is none
 
     def read(self, cells: Cells) -> StatedRow:

@@ -29,12 +29,13 @@ sys.path.insert(0, str(ROOT))
 
 import numpy
 
-from benchmarks.planner import engines, published_cases, published_rows
 from benchmarks.planner import plan_accuracy as accuracy
+from benchmarks.planner import published_cases, published_rows
 from benchmarks.planner.stated_rows import StatedRow
 from config.cli import Parser
 from config.errors import UserError, sentences
 from config.schema import Config
+from planner import hardware
 from tuner.search import Search, features
 
 DATA = ROOT / "benchmarks" / "data"
@@ -42,7 +43,7 @@ CPU = DATA / "tune_cpu.csv"
 GOAL = 0.03  # regret that the search must reach in a quarter of the trials
 DEVIATIONS = (0.01, 0.03, 0.05, 0.1, 0.15)
 DRAWS, SEED = 40, 20261121
-VALUES = {c.name: c.value for c in engines.constants()}
+VALUES = dict(hardware.fitted_values())
 
 
 @dataclass(frozen=True)

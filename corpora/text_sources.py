@@ -1,0 +1,544 @@
+"""The texts of files of many formats, of folders of them, and of standard input.
+
+    .txt .md .rst .tex .html .htm .py   one document   .gz .bz2 .xz .zst   any of these, compressed
+    .jsonl .ndjson .json   one in each line            .csv .parquet .arrow   one in each row
+    .h5 .hdf5         tokens, an array of them         -   standard input, JSON lines
+
+Conversations, texts for an evaluation and the rows of tasks are JSON lines too, and are read by
+`objects_of`.
+
+A folder that `datasets` of Hugging Face has saved gives the .arrow files that its state.json lists.
+
+Every file is read once, from its beginning. In memory is a line, or of a table a batch of rows of
+about BATCH_BYTES and the page of the file that these rows are in, whose size its writer has chosen.
+The package pyarrow is needed for .parquet, .arrow and .zst only.
+"""
+
+import bz2
+import codecs
+import contextlib
+import csv
+import errno
+import gzip
+import importlib
+import io
+import itertools
+import json
+import lzma
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from config.errors import UserError
+from config.regular_files import open_regular
+
+if TYPE_CHECKING:
+    import h5py
+
+WHOLE = (".py", ".txt", ".md", ".rst", ".tex", ".html", ".htm")  # one document each
+LINES = (".jsonl", ".ndjson", ".json")
+TABLES = (".csv", ".parquet", ".arrow")
+TOKENS = (".h5", ".hdf5")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
+SHOWN = (
+    f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added, but for {' and '.join(TOKENS)})"
+)
+LONGEST_LINE = 1 << 29  # bytes; a longer line is refused before it fills the memory
+# Bytes of a table that are read at a time, unless one row is larger.
+BATCH_BYTES = 1 << 24
+BATCH_ROWS = 1024
+MOST_READ = 1 << 28  # bytes of chunks that are unpacked together
+TOKENS_READ = 1 << 20  # tokens of an array that are read at a time, unless one row is longer
+# io.UnsupportedOperation, which is a ValueError too, would be a mistake of this program.
+MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+
+class BadTexts:
+    """Documents that are not usable: an error, or up to `limit` of them skipped and logged."""
+
+    def __init__(self, limit: int = 0):
+        self.limit = limit
+        self.found: dict[str, str] = {}  # FILE:LINE, and why
+
+    def add(self, place: str, reason: str) -> None:
+        """Note one; UserError if there are more than the limit."""
+        self.found[place] = reason
+        if len(self.found) > self.limit:
+            more = f" (--skip-bad {self.limit} skips that many)" if self.limit else ""
+            raise UserError(f"{place} {reason}{more}")
+
+
+@contextlib.contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """UserError with the file's name for what is raised if a file is damaged."""
+    try:
+        yield
+    except io.UnsupportedOperation:
+        raise
+    except (*MISTAKES_OF_FORMAT, *_mistakes_of_packages(path), OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # an error of the disk, not of the format
+        reason = reason_of(error)
+        raise UserError(f"{path} is damaged, or not what its name says: {reason}") from None
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file cannot be read, never empty: some errors have no text of their own."""
+    if isinstance(error, MemoryError):
+        return "one of its documents does not fit into memory"
+    if isinstance(error, EOFError) and not str(error):
+        return "it ends too early"
+    return str(error).strip() or type(error).__name__
+
+
+def _mistakes_of_packages(path: Path) -> tuple[type[Exception], ...]:
+    if kind_of(path) in TOKENS:
+        return RuntimeError, TypeError, LookupError, ArithmeticError  # h5py
+    pyarrow = sys.modules.get("pyarrow")
+    return (pyarrow.ArrowException,) if pyarrow else ()
+
+
+def package_for(name: str, needing: object) -> Any:
+    """A package that only some formats need; UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise UserError(f"{needing} needs the package {package}: pip install {package}") from None
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def _suffix(path: Path) -> tuple[str, bool]:
+    """The suffix of a file's contents, without that of a compression; whether there is one."""
+    suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
+    packed = suffixes[-1] in COMPRESSED
+    return suffixes[:-1][-1] if packed else suffixes[-1], packed
+
+
+def kind_of(path: Path, as_text: Sequence[str] = ()) -> str | None:
+    """The suffix that says what a file holds, without compression; None if it is not known.
+
+    as_text: ends of names, as ".c", of files that are one document each.
+    """
+    suffix, packed = _suffix(path)
+    if str(path) == "-":
+        return LINES[0]
+    name = path.name[: -len(path.suffix)] if packed else path.name
+    if any(name.endswith(end) for end in as_text):
+        return WHOLE[0]
+    return suffix if suffix in KNOWN and not (packed and suffix in TOKENS) else None
+
+
+def not_known(path: Path) -> UserError:
+    """The error for a file whose kind is not known, with what to do about the usual ones."""
+    suffix, _ = _suffix(path)
+    if suffix in TOKENS:
+        return UserError(f"{path} is an array of tokens, and not read compressed: unpack it first")
+    how = f"; --as-text {suffix or path.name} reads such files as one document each"
+    return UserError(f"{path} is not one of {SHOWN}{how}")
+
+
+def check_lines(path: Path, key: str | None = None) -> None:
+    """UserError if a file called .json is one JSON value, and not one on each line.
+
+    key: what each line has; then the file is also refused if its first one has no such key.
+    """
+    if str(path) == "-" or _suffix(path)[0] != ".json":
+        return
+    with damage_named(path), open_source(path) as file:
+        first = _first_line(file)
+    try:
+        found = json.loads(first)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and (key is None or key in found):
+        return
+    lines = path.name[: path.name.lower().index(".json")] + ".jsonl"
+    unpack = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
+    cat = unpack.get(path.suffix.lower(), "cat")
+    each = "'.[]'" if first[:1] == b"[" else "."
+    also = "" if each != "." else ", or by '.KEY[]' in place of . if KEY has them"
+    raise UserError(
+        f"{path} is one JSON value: make a line of each of its records, as by "
+        f"{cat} {path.name} | jq -c {each} > {lines}{also}"
+    )
+
+
+def _first_line(file: IO[bytes]) -> bytes:
+    """The first line that is not blank; of a list, which may be one long line, its beginning."""
+    line = _without_mark(file.readline(BATCH_BYTES))
+    while line and not line.strip():
+        line = file.readline(BATCH_BYTES)
+    line = line.lstrip()
+    while line[:1] == b"{" and not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+        more = file.readline(BATCH_BYTES)
+        if not more:
+            break
+        line += more
+    return line
+
+
+def walk(
+    folder: Path,
+    skip: set[str],
+    unknown: Counter[str],
+    as_text: Sequence[str] = (),
+    key: str | None = None,
+    links: bool = False,
+) -> Iterator[Path]:
+    """Text files below a folder, except in hidden folders (.git, .venv); counts the others by
+    their suffix.
+
+    as_text: see `kind_of`. key: of JSON lines: a file called .json is one of them if its first line
+    has it. links: whether links may lead out of the folder; else UserError, since who made them is
+    perhaps not who reads them.
+    """
+    for base, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        listed = _listed(Path(base)) if "state.json" in files else None
+        for path in (Path(base, name) for name in files):
+            if listed is not None and path.suffix == ".json":
+                continue  # it describes the others
+            kind = kind_of(path, as_text)
+            if kind is None or (listed is not None and path.name not in listed):
+                unknown["".join(path.suffixes[-2:]) or path.name] += 1
+            elif not path.is_file():
+                unknown[f"{path.suffix} that is no file"] += 1
+            elif kind == ".json" and not _are_lines(path, key):
+                unknown[f"{path.suffix} that is not JSON lines"] += 1
+            else:
+                if not links:
+                    _check_within(path, folder)
+                yield without_links(path, as_text)
+
+
+def _are_lines(path: Path, key: str | None) -> bool:
+    try:
+        check_lines(path, key)
+    except UserError:
+        return False
+    return True
+
+
+def without_links(path: Path, as_text: Sequence[str] = ()) -> Path:
+    """The path without links, unless the file that it leads to has another name, as a blob."""
+    found = path.resolve()
+    kinds = [(kind_of(each, as_text), each.suffix in COMPRESSED) for each in (path, found)]
+    return found if kinds[0] == kinds[1] else path.absolute()
+
+
+def _check_within(path: Path, folder: Path) -> None:
+    """UserError for a link that leads out of the folder."""
+    found, inside = path.resolve(), folder.resolve()
+    allowed = [inside]
+    for parent in (inside, *inside.parents):
+        if parent.name == "snapshots":  # the cache of the Hugging Face hub: links to its blobs
+            allowed.append(parent.parent / "blobs")
+    if not any(found.is_relative_to(each) for each in allowed):
+        raise UserError(f"{path} is a link to {found}, outside of {folder}: name that file itself")
+
+
+def _listed(folder: Path) -> list[str] | None:
+    """The files of a data set that `datasets` has saved there; None if the folder is none."""
+    path = folder / "state.json"
+    try:
+        state = json.loads(path.read_bytes())
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"{path} lists {missing[0]}, which is not there")
+    if state.get("_indices_files"):
+        raise UserError(
+            f"{folder} has an order of rows of its own: save it after flatten_indices()"
+        )
+    return names
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a file; UserError at once for a pipe or a device, which could wait for ever."""
+    try:
+        return io.BufferedReader(open_regular(path), 1 << 16)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise UserError(
+            f"{path} is a pipe or a device, not a file: give - to read standard input"
+        ) from None
+
+
+@contextlib.contextmanager
+def open_source(path: Path) -> Iterator[IO[bytes]]:
+    """The contents of a file, without its compression; UserError for a pipe or a device."""
+    if str(path) == "-":
+        yield sys.stdin.buffer
+        return
+    suffix = path.suffix.lower()
+    with contextlib.ExitStack() as stack:
+        if suffix == ".zst":
+            arrow = package_for("pyarrow", path)
+        raw: Any = stack.enter_context(open_file(path))
+        if suffix == ".zst":
+            # zstandard's own reader takes the end of a file that was cut short for its text's end.
+            stream = arrow.input_stream(raw, compression="zstd")
+            raw = stack.enter_context(io.BufferedReader(stream, 1 << 20))
+        opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+        if suffix in opens:
+            raw = stack.enter_context(opens[suffix](raw, "rb"))
+        yield raw
+
+
+def blocks_of(path: Path, size: int) -> Iterator[bytes]:
+    """The bytes of a file of one document, in blocks of `size`; the last block is empty."""
+    with open_source(path) as file:
+        while block := file.read(size):
+            yield block
+    yield b""
+
+
+# ---- Lines and rows ------------------------------------------------------------------------------
+
+
+def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
+    """Every text of a file of lines or rows; what is none goes to `bad`."""
+    if kind_of(path) in LINES:
+        for place, found in objects_of(path, key, bad):
+            text = found[key]
+            if isinstance(text, str):
+                yield text
+            else:
+                bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
+        return
+    rows = _rows_of_csv if kind_of(path) == ".csv" else _rows_of_arrow
+    for number, text in rows(path, key):
+        if isinstance(text, str):
+            yield text
+        else:
+            bad.add(f"{path}:{number}", f"has a {type(text).__name__} as {key!r}, not a text")
+
+
+def objects_of(
+    path: Path, key: str | Sequence[str], bad: BadTexts
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of JSON lines that have a key, each with its FILE:LINE; others go to `bad`.
+
+    key: its name, or several names of which an object has one. Texts of the objects can be written
+    as UTF-8. Blank lines are skipped.
+    """
+    keys = (key,) if isinstance(key, str) else tuple(key)
+    check_lines(path)
+    with open_source(path) as file:
+        for number, line in enumerate(_lines(file, path), 1):
+            if number == 1:
+                line = _without_mark(line)
+            if line.strip():
+                place = f"{path}:{number}"
+                found = _parse_line(line, place, keys, bad)
+                if found is not None:
+                    yield place, found
+
+
+def _without_mark(line: bytes) -> bytes:
+    """The first line of a file without the mark with which some programs begin UTF-8."""
+    return line.removeprefix(codecs.BOM_UTF8)
+
+
+def _parse_line(
+    line: bytes, place: str, keys: Sequence[str], bad: BadTexts
+) -> dict[str, Any] | None:
+    """The object in a JSON line; None for one that is skipped as bad."""
+    try:
+        found = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return bad.add(place, "is not UTF-8")
+    except ValueError as error:  # also a number of 5,000 digits
+        return bad.add(place, f"is not JSON: {error}")
+    except RecursionError:
+        return bad.add(place, "is not JSON that can be read: it is nested too deeply")
+    key = next((key for key in keys if isinstance(found, dict) and key in found), None)
+    if key is None:
+        return bad.add(place, f"has no key {' and no '.join(map(repr, keys))}")
+    # What is no text is written as JSON again, to look at all of its texts.
+    value = found[key]
+    text = value if isinstance(value, str) else json.dumps(found, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        where = f", at place {error.start}" if text is value else ""
+        return bad.add(place, f"has half of a character, U+{code:04X}{where}")
+    return found
+
+
+def _lines(file: Any, path: Path) -> Iterator[Any]:
+    """The lines of a file, of bytes or of text; UserError for one that is too long."""
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"{path}:{number} is a line of more than {LONGEST_LINE:,} bytes")
+        yield line
+
+
+def _rows_of_csv(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(LONGEST_LINE)
+    with open_source(path) as file:
+        decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        table = csv.DictReader(_lines(decoded, path))
+        if key not in (table.fieldnames or ()):
+            raise UserError(f"{path} has no column {key!r} in its first line")
+        for row in table:
+            yield table.line_num, row[key]
+
+
+def _rows_of_arrow(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    """The column `key` of a Parquet or Arrow file (as in a folder of Hugging Face datasets)."""
+    # Arrow would map a file that is named; where its bytes are damaged, that ends the process.
+    with _seekable(path) as file:
+        batches = _batches(path, file, key)
+        row = 0
+        for batch in batches:
+            column = batch.column(key)
+            column.validate(full=True)  # else a damaged offset is followed to any address
+            for value in column:
+                row += 1
+                yield row, value.as_py()
+
+
+@contextlib.contextmanager
+def _seekable(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is read at any place; a compressed one is unpacked into a temporary file."""
+    with open_source(path) as file:
+        if path.suffix.lower() not in COMPRESSED:
+            yield file
+            return
+        with tempfile.TemporaryFile() as unpacked:
+            shutil.copyfileobj(file, unpacked, 1 << 20)
+            unpacked.seek(0)
+            yield unpacked
+
+
+def _batches(path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
+    """Batches of rows; UserError if there is no column `key`."""
+    if kind_of(path) == ".parquet":
+        parquet = package_for("pyarrow.parquet", path)
+        table = parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        rows = _batch_rows(table, key)
+        if key in names and rows == BATCH_ROWS:
+            # The file has few bytes for each row: short texts, or long ones that many rows
+            # share, which are in memory once then, as they are in the file.
+            table = parquet.ParquetFile(file, read_dictionary=[key])
+        batches = table.iter_batches(rows, columns=[key])
+    else:
+        ipc = package_for("pyarrow.ipc", path)
+        try:
+            batches = ipc.open_stream(file)
+            names = batches.schema.names
+        except ValueError:
+            file.seek(0)
+            whole = ipc.open_file(file)
+            names = whole.schema.names
+            batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+    if key not in names:
+        raise UserError(f"{path} has no column {key!r}, but {', '.join(names)}")
+    return batches
+
+
+def _batch_rows(table: Any, key: str) -> int:
+    """Rows of a Parquet file that take about BATCH_BYTES, by what its metadata says of a column."""
+    rows = BATCH_ROWS
+    if key in table.schema.names:
+        column = table.schema.names.index(key)
+        for number in range(table.metadata.num_row_groups):
+            group = table.metadata.row_group(number)
+            size = group.column(column).total_uncompressed_size
+            rows = min(rows, BATCH_BYTES * group.num_rows // max(1, size))
+    return max(1, rows)
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+
+def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+    """How many tokens each document of an HDF5 file has, and all tokens in blocks. UserError if it
+    holds no such array; the blocks raise it for a token that is not below vocab_size.
+    """
+    with _open_hdf5(path) as file:
+        found = _array(file, path, key)
+        if found.ndim not in (1, 2):
+            raise UserError(f"{path}: {key!r} has {found.ndim} dimensions, not 1 or 2")
+        if found.ndim == 2:
+            lengths = np.full(len(found), found.shape[1])
+        elif "lengths" in file.keys():  # noqa: SIM118
+            lengths = np.asarray(_array(file, path, "lengths"), np.int64)
+        else:
+            lengths = np.array([len(found)])
+        if lengths.ndim != 1 or (lengths < 0).any():
+            raise UserError(f"{path}: 'lengths' has a negative number, or is no list of numbers")
+        total = sum(lengths.tolist())
+        if total != found.size:
+            text = f"'lengths' adds up to {total}, but {key!r} has {found.size} tokens"
+            raise UserError(f"{path}: {text}")
+    return lengths, _token_blocks(path, key, vocab_size)
+
+
+@contextlib.contextmanager
+def _open_hdf5(path: Path) -> "Iterator[h5py.File]":
+    """An HDF5 file that may come from elsewhere: HDF5 itself opens nothing by a name."""
+    import h5py
+
+    with open_file(path) as raw, h5py.File(raw, "r") as file:
+        yield file
+
+
+def _array(file: "h5py.File", path: Path, key: str) -> "h5py.Dataset":
+    """An array of integers that the file itself holds; UserError or ValueError."""
+    import h5py
+
+    from corpora.hdf5_files import check_stored, member
+
+    names = list(itertools.islice(file, 10))
+    if key.split("/")[0] not in file.keys():  # noqa: SIM118
+        raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
+    found = member(file, key, h5py.Dataset)
+    if found.shape is None or found.dtype.kind not in "iu":
+        raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
+    check_stored(found, path.stat().st_size)
+    return found
+
+
+def _token_blocks(path: Path, key: str, vocab_size: int) -> Iterator[np.ndarray]:
+    with _open_hdf5(path) as file:
+        found = _array(file, path, key)
+        width = found.size // max(1, len(found))
+        rows = max(1, TOKENS_READ // max(1, width))
+        if found.chunks:  # whole chunks, else each would be unpacked again for every block
+            rows = -(-rows // found.chunks[0]) * found.chunks[0]
+        size = rows * width * found.dtype.itemsize
+        if found.chunks and size > max(MOST_READ, width * found.dtype.itemsize):
+            raise UserError(
+                f"{path}: chunks of {key!r} have {found.chunks[0]:,} rows, together {size:,} "
+                "bytes: write it again with fewer rows in a chunk"
+            )
+        for begin in range(0, len(found), rows):
+            block = found[begin : begin + rows].reshape(-1)
+            for token in (block.min(initial=0), block.max(initial=0)):
+                if not 0 <= token < vocab_size:
+                    raise UserError(f"token id {token} of an array is not in 0..{vocab_size - 1}")
+            yield block

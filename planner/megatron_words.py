@@ -1,0 +1,215 @@
+"""Writes Megatron-LM's command for a model and a layout, and says what Megatron-LM cannot run.
+
+    words(run, layout, gpus, fp8)      pretrain_gpt.py and its options
+    refusal(run, layout)               why Megatron-LM cannot run a layout, or ""
+
+The options are those of VERSION: tests/data/megatron_options.json has their names, types and
+choices, which tests/test_programs.py compares with printed commands. An option of the model that
+Megatron-LM has not is a refusal, never left out.
+"""
+
+import itertools
+
+from config.schema import Config, Layout, ModelShape
+from planner.partition_costs import part_costs
+from schedules.partition import blocks_per_stage
+
+VERSION = "core_v0.16.1"
+STEPS = 1000  # --train-iters if the user gave no length
+# Positions of Llama 3.1's scaling in --use-rope-scaling: low and high factor, old context.
+LLAMA3 = ["1", "4", "8192"]
+
+
+def refusal(run: Config, layout: Layout) -> str:
+    """Return why Megatron-LM cannot run a model with a layout, or ""; dp must be a number."""
+    model = run.model
+    if lacks := _lacks(model):
+        return f"megatron has no {lacks}"
+    count = run.training.global_batch_size // (layout.micro_batch_size * (layout.dp or 1))
+    if layout.schedule == "interleaved" and count % layout.pp:
+        return f"megatron interleaves groups of pp({layout.pp}) micro-batches, not {count}"
+    if model.experts > 1 and layout.tp > 1 and not layout.sequence_parallel:
+        return "megatron needs sequence parallelism for experts with tp"
+    return ""
+
+
+def _lacks(model: ModelShape) -> str:
+    """Return what of a model Megatron-LM has no option for, or ""."""
+    scaling = model.rotary_scaling.split(":")
+    lacks = {
+        "ALiBi": model.positions == "alibi",
+        "norm of the embedding": model.embedding_norm,
+        f"--block {model.block}": model.block != "pre-norm",
+        "qk_norm full": model.qk_norm == "full",
+        "softcap": model.attention_softcap > 0 or model.logit_softcap > 0,
+        "sinks by this command": model.sinks,
+        "window by this command": model.window > 0,
+        f"--activation {model.activation}": model.activation in ("geglu", "clamped_swiglu"),
+        "rotary_scaling " + model.rotary_scaling: not (
+            scaling == ["none"] or (scaling[0] == "llama3" and scaling[2:] == LLAMA3)
+        ),
+        "rotary_blocks": model.rotary_blocks != "all",
+        "bias of the router": model.router_bias,
+        "norm_plus_one with LayerNorm": model.norm_plus_one and model.norm != "rmsnorm",
+        "embedding_scaled": model.embedding_scaled,
+    }
+    return next((what for what, is_lacking in lacks.items() if is_lacking), "")
+
+
+def words(run: Config, layout: Layout, gpus: int, fp8: bool = False) -> list[str]:
+    """Return the words of the command after its launcher: pretrain_gpt.py and its options."""
+    training = run.training
+    found = ["pretrain_gpt.py", *_model_words(run.model), *layout_words(run, layout)]
+    found += ["--global-batch-size", str(training.global_batch_size)]
+    found += ["--bf16"] if training.precision == "bf16" else []
+    found += ["--fp16"] if training.precision == "fp16" else []
+    found += ["--fp8-format", "hybrid"] if fp8 else []
+    samples = training.train_samples
+    if samples:
+        found += ["--train-samples", str(samples)]
+    else:
+        found += ["--train-iters", str(training.steps or STEPS)]
+    found += ["--lr", f"{training.lr:g}", "--min-lr", f"{training.lr / 10:g}"]
+    found += ["--lr-decay-style", "cosine", "--clip-grad", f"{training.clip_grad:g}"]
+    found += ["--transformer-impl", "transformer_engine", "--attention-backend", "auto"]
+    return [*found, "--mock-data"]
+
+
+def layout_words(run: Config, layout: Layout) -> list[str]:
+    """Return the options of the layout: axes, schedule, micro-batch, recomputation, ZeRO."""
+    sizes = {"tensor-model": layout.tp, "pipeline-model": layout.pp, "context": layout.cp}
+    found = []
+    for name, size in sizes.items():
+        if size > 1 or name != "context":
+            found += [f"--{name}-parallel-size", str(size)]
+    if run.model.experts > 1:
+        found += ["--expert-model-parallel-size", str(layout.ep or 1)]
+        found += ["--expert-tensor-parallel-size", "1"]
+    if layout.tp > 1 and layout.sequence_parallel:
+        found.append("--sequence-parallel")
+        if run.model.experts == 1:  # its overlap is counted; it needs one program for each product
+            found.append("--tp-comm-overlap")
+    found += _stage_words(run, layout)
+    found += ["--micro-batch-size", str(layout.micro_batch_size)]
+    found += ["--overlap-grad-reduce", "--grad-reduce-in-bf16"]
+    if layout.zero:
+        found += ["--use-distributed-optimizer", "--overlap-param-gather"]
+    if layout.recompute == "full":
+        number = layout.recompute_layers
+        how = ["uniform", "1"] if number is None else ["block", str(number)]
+        found += ["--recompute-granularity", "full", "--recompute-method", how[0]]
+        found += ["--recompute-num-layers", how[1]]
+    return found
+
+
+def _stage_words(run: Config, layout: Layout) -> list[str]:
+    """Return the options that say which blocks each stage has, in the order of stages."""
+    if layout.pp == 1:
+        return []
+    costs = part_costs(run.model, run.training.precision, "cuda")
+    blocks = blocks_per_stage(run.model, layout, costs)
+    if len(set(blocks)) == 1:
+        if layout.schedule != "interleaved":
+            return []
+        return ["--num-virtual-stages-per-pipeline-rank", str(layout.stages_per_rank)]
+    return ["--pipeline-model-parallel-layout", stages_text(blocks)]
+
+
+def stages_text(blocks: list[int]) -> str:
+    """Return the blocks of each stage in Megatron-LM's notation, such as Et*3|(t*4|)*2t*3L.
+
+    E is the embedding, t a block, L the head with the loss; a stage ends at a bar, ()*N repeats.
+    """
+    first, *middle, last = (f"t*{count}" if count else "" for count in blocks)
+    text = f"E{first}|"
+    for stage, group in itertools.groupby(middle):
+        count = len(list(group))
+        text += f"({stage}|)*{count}" if count > 1 else f"{stage}|"
+    return f"{text}{last}L"
+
+
+def _model_words(model: ModelShape) -> list[str]:
+    """Return the options of the model."""
+    found = ["--use-mcore-models", "--num-layers", str(model.layers)]
+    found += ["--hidden-size", str(model.hidden), "--ffn-hidden-size", str(model.ffn_hidden)]
+    found += ["--num-attention-heads", str(model.heads)]
+    if model.is_latent:
+        found += _latent_words(model)
+    else:
+        if model.kv_heads != model.heads:
+            found += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
+        if model.head_size != model.hidden // model.heads:
+            found += ["--kv-channels", str(model.head_size)]
+    found += ["--seq-length", str(model.seq_length)]
+    positions = max(model.seq_length, model.max_positions or 0)
+    found += ["--max-position-embeddings", str(positions)]
+    found += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]
+    if model.positions == "rotary":
+        found += ["--position-embedding-type", "rope", "--rotary-base", str(int(model.rotary_base))]
+        if model.rotary_fraction != 1:
+            found += ["--rotary-percent", f"{model.rotary_fraction:g}"]
+        if model.rotary_scaling != "none":
+            factor = model.rotary_scaling.split(":")[1]
+            found += ["--use-rope-scaling", "--rope-scaling-factor", factor]
+    else:
+        found += ["--position-embedding-type", "learned_absolute"]
+    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm]
+    found += ["--normalization", norm, "--norm-epsilon", f"{model.norm_eps:g}"]
+    switches = {
+        "--swiglu": model.activation == "swiglu",
+        "--apply-layernorm-1p": model.norm_plus_one,
+        "--disable-bias-linear": not model.bias,
+        "--add-qkv-bias": bool(model.qkv_bias) and not model.bias,
+        "--qk-layernorm": model.qk_norm == "head",
+        "--untie-embeddings-and-output-weights": not model.tied,
+    }
+    found += [word for word, is_on in switches.items() if is_on]
+    return found + (_expert_words(model) if model.experts > 1 else [])
+
+
+def _latent_words(model: ModelShape) -> list[str]:
+    """Return the options of multi-head latent attention."""
+    sizes = {
+        "q-lora-rank": model.q_lora_rank,
+        "kv-lora-rank": model.kv_lora_rank,
+        "qk-head-dim": model.qk_nope_head_dim,
+        "qk-pos-emb-head-dim": model.qk_rope_head_dim,
+        "v-head-dim": model.v_head_dim,
+    }
+    found = ["--multi-latent-attention", "--rope-type", "rope"]
+    for name, size in sizes.items():
+        found += [f"--{name}", str(size)] if size else []
+    return found
+
+
+def _expert_words(model: ModelShape) -> list[str]:
+    """Return the options of experts and their router."""
+    found = ["--num-experts", str(model.experts), "--moe-router-topk", str(model.experts_per_token)]
+    found += ["--moe-ffn-hidden-size", str(model.expert_ffn_hidden), "--moe-grouped-gemm"]
+    found += ["--moe-token-dispatcher-type", "alltoall"]
+    if model.first_dense_layers or model.expert_interval > 1:
+        sparse = model.layers - model.first_dense_layers
+        pattern = f"[0]*{model.first_dense_layers}+[1]*{sparse}"
+        if model.expert_interval > 1:
+            pattern = str(model.expert_interval)
+        found += ["--moe-layer-freq", pattern]
+    if model.shared_ffn_hidden:
+        found += ["--moe-shared-expert-intermediate-size", str(model.shared_ffn_hidden)]
+    found += ["--moe-shared-expert-gate"] if model.shared_gate else []
+    found += ["--moe-router-score-function", model.router]
+    if model.router == "softmax" and not model.router_normalised:
+        found.append("--moe-router-pre-softmax")
+    if model.router_scale != 1:
+        found += ["--moe-router-topk-scaling-factor", f"{model.router_scale:g}"]
+    if model.router_groups > 1:
+        found += ["--moe-router-num-groups", str(model.router_groups)]
+        found += ["--moe-router-group-topk", str(model.router_groups_per_token)]
+    return found
+
+
+def notes(run: Config, layout: Layout) -> list[str]:
+    """Return what the command has stand-ins for, as texts of one line."""
+    found = ["--mock-data and NullTokenizer are stand-ins for --data-path and your tokenizer"]
+    if layout.tp > 1 or layout.cp > 1:
+        found.append("set CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before Blackwell")
+    return found

@@ -1,0 +1,149 @@
+"""Writes torchtitan's command for a model and a layout, and says what torchtitan cannot run.
+
+    words(run, layout, gpus, fp8)      -m torchtitan.train and its options
+    refusal(run, layout)               why torchtitan cannot run a layout, or ""
+
+The options are those of VERSION: tests/data/torchtitan_options.json has their names, types and
+choices, which tests/test_programs.py compares with printed commands. A model of torchtitan is one
+of its flavors, FLAVORS; for another shape `notes` says what the new flavor must have.
+
+With one stage torchtitan's FSDP is --zero 3. With several, it keeps gathered weights and reduces
+gradients once in a step, which holds and sends what --zero 1 does.
+"""
+
+from typing import NamedTuple
+
+from config.schema import Config, Layout, ModelShape
+
+VERSION = "v0.2.2"
+STEPS = 1000  # --training.steps if the user gave no length
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+}
+
+
+class Flavor(NamedTuple):
+    """The sizes of a flavor: blocks, hidden size, heads, KV heads, MLP width (of a dense MLP)."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn_hidden: int
+    experts: int = 1
+
+
+# By the name of a model of torchtitan, its flavors: torchtitan/models/*/__init__.py.
+FLAVORS = {
+    "llama3": {
+        "8B": Flavor(32, 4096, 32, 8, 14336),
+        "70B": Flavor(80, 8192, 64, 8, 28672),
+        "405B": Flavor(126, 16384, 128, 8, 53248),
+    },
+    "qwen3": {
+        "0.6B": Flavor(28, 1024, 16, 8, 3072),
+        "1.7B": Flavor(28, 2048, 16, 8, 6144),
+        "4B": Flavor(36, 2560, 32, 8, 9728),
+        "8B": Flavor(36, 4096, 32, 8, 12288),
+        "14B": Flavor(40, 5120, 40, 8, 17408),
+        "32B": Flavor(64, 5120, 64, 8, 25600),
+        "30B-A3B": Flavor(48, 2048, 32, 4, 768, 128),
+        "235B-A22B": Flavor(94, 4096, 64, 4, 1536, 128),
+    },
+    "deepseek_v3": {
+        "16B": Flavor(27, 2048, 16, 16, 10944, 64),
+        "671B": Flavor(61, 7168, 128, 128, 18432, 256),
+    },
+}
+
+
+def refusal(run: Config, layout: Layout) -> str:
+    """Return why torchtitan cannot run a layout, or ""; dp must be a number."""
+    model, shards = run.model, (layout.dp or 1) * layout.cp
+    if layout.pp == 1 and shards > 1 and layout.zero != 3:
+        return "torchtitan shards weights with pp 1: that is --zero 3"
+    if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
+        return "torchtitan has models like Llama, Qwen3 and DeepSeek: RMSNorm, SwiGLU and RoPE"
+    if layout.pp > 1:
+        return _stage_refusal(model, layout)
+    return ""
+
+
+def _stage_refusal(model: ModelShape, layout: Layout) -> str:
+    """Return why torchtitan cannot split a model into the layout's stages, or ""."""
+    parts, stages = model.layers + 2, layout.stages  # embedding and head count as a block each
+    if layout.stages_per_rank > 2 and -(-parts // _parts_per_stage(model, layout)) != stages:
+        return f"torchtitan cannot make {stages} stages of {parts} blocks, embedding and head"
+    if parts // stages < 1:
+        return f"torchtitan has a block, embedding or head in each of {stages} stages, not {parts}"
+    return ""
+
+
+def _parts_per_stage(model: ModelShape, layout: Layout) -> int:
+    """Return the blocks of a stage, where embedding and head count as a block each."""
+    return -(-(model.layers + 2) // layout.stages)
+
+
+def flavor(model: ModelShape) -> tuple[str, str] | None:
+    """Return the name and the flavor of torchtitan that a model is, or None."""
+    for name, flavors in FLAVORS.items():
+        if (name == "qwen3") != (model.qk_norm == "head"):
+            continue
+        for which, sizes in flavors.items():
+            found = Flavor(*(getattr(model, field) for field in Flavor._fields))
+            if found == sizes and (name == "deepseek_v3") == model.is_latent:
+                return name, which
+    return None
+
+
+def words(run: Config, layout: Layout, gpus: int, fp8: bool = False) -> list[str]:
+    """Return the words of the command after its launcher: the module and its options."""
+    training = run.training
+    name, which = flavor(run.model) or ("llama3", "NEW_FLAVOR")
+    found = ["-m", "torchtitan.train", "--model.name", name, "--model.flavor", which]
+    found += ["--training.seq_len", str(run.model.seq_length)]
+    found += ["--training.global_batch_size", str(training.global_batch_size)]
+    found += layout_words(run, layout)
+    found += ["--training.mixed_precision_param", "bfloat16"]
+    found += ["--training.steps", str(training.steps or STEPS)]
+    found += ["--optimizer.lr", f"{training.lr:g}", "--compile.enable"]
+    return found + (["--model.converters", "float8"] if fp8 else [])
+
+
+def layout_words(run: Config, layout: Layout) -> list[str]:
+    """Return the options of the layout: axes, schedule, batch of a rank, recomputation."""
+    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp}
+    sizes["expert"] = (layout.ep or 1) if run.model.experts > 1 else 1
+    found = ["--parallelism.data_parallel_shard_degree", "-1"]
+    for name, size in sizes.items():
+        found += [f"--parallelism.{name}_parallel_degree", str(size)] if size > 1 else []
+    local = layout.micro_batch_size
+    if layout.pp > 1:  # a rank's whole batch goes through the pipeline at once
+        local = run.training.global_batch_size // (layout.dp or 1)
+        found += ["--parallelism.pipeline_parallel_schedule", SCHEDULES[layout.schedule]]
+        micro = str(layout.micro_batch_size)
+        found += ["--parallelism.pipeline_parallel_microbatch_size", micro]
+        if layout.stages_per_rank > 2:
+            parts = str(_parts_per_stage(run.model, layout))
+            found += ["--parallelism.pipeline_parallel_layers_per_stage", parts]
+    found += ["--training.local_batch_size", str(local)]
+    found += ["--activation_checkpoint.mode", layout.recompute]
+    if layout.recompute == "selective":
+        found += ["--activation_checkpoint.selective_ac_option", "op"]
+    return found
+
+
+def notes(run: Config, layout: Layout) -> list[str]:
+    """Return what the command has stand-ins for, as texts of one line."""
+    model = run.model
+    found = ["--training.dataset is torchtitan's default: give yours, and --model.hf_assets_path"]
+    if model.experts > 1:
+        found.append("no run of torchtitan with experts was measured: planned as Trine's experts")
+    if not flavor(model):
+        sizes = f"dim={model.hidden}, n_layers={model.layers}, n_heads={model.heads}"
+        sizes += f", n_kv_heads={model.kv_heads}, an MLP of {model.ffn_hidden}"
+        found.append(f"torchtitan has no flavor of this shape: NEW_FLAVOR must have {sizes}")
+    return found

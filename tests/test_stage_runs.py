@@ -1,0 +1,144 @@
+"""Runs with stages, and branches: if this failed, a stage would depend on layouts or restarts."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from ranks import fork_ranks
+from small_corpora import write_corpora
+from test_stages import written
+
+SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--seq-length", "16"]
+SMALL += ["--vocab-size", "61", "--lr", "1e-2", "--precision", "fp64", "--save-every", "1000"]
+SMALL += ["--positions", "rotary", "--split", "80,20,0", "--eval-samples", "8", "--eval-every", "6"]
+LAYOUTS = {
+    "tp2": (2, ["--tp", "2", "--sequence-parallel"]),
+    "pp2": (2, ["--pp", "2", "--schedule", "zb-h1"]),
+    "dp2": (2, ["--zero", "2"]),
+    "cp2": (2, ["--cp", "2"]),
+}
+
+
+def run(out: Path, ranks: int, *options: str) -> dict:
+    """The rows of a run by step, of losses and of evaluations; they may be of several starts."""
+    done = fork_ranks(ranks, "train.py", *SMALL, *options, "--out", str(out))
+    assert done.status in (0, 75), done.err[-2000:]
+    return rows_of(out)
+
+
+def rows_of(out: Path) -> dict:
+    """The columns of a run's rows that no restart changes, by (step, kind of row)."""
+    found = {}
+    for path in [*sorted(out.glob("metrics.jsonl.*")), out / "metrics.jsonl"]:
+        for row in map(json.loads, path.read_text().splitlines()):
+            kind = next(name for name in ("validation_loss", "loss") if name in row)
+            names = (kind, "learning_rate", "consumed_samples", "consumed_tokens")
+            found[row["iteration"], kind] = [row[name] for name in names if name in row]
+    return found
+
+
+def close(found: dict, expected: dict) -> None:
+    """The rows are equal but for rounding in fp64."""
+    assert found.keys() == expected.keys()
+    for key, row in expected.items():
+        assert found[key] == pytest.approx(row, rel=1e-11), key
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory) -> str:
+    """Three stages of 6, 6 and 6 steps, on three corpora, with other lengths and batches."""
+    folder = tmp_path_factory.mktemp("corpora")
+    write_corpora(folder)
+    tables = [
+        {"name": "short", "from_tokens": 0, "data": [f"{folder}/a"], "seq_length": 8},
+        {
+            "name": "mix",
+            "from_tokens": 384,
+            "data": [0.6, f"{folder}/a", 0.4, f"{folder}/b"],
+            "global_batch_size": 4,
+        },
+        {
+            "name": "end",
+            "from_tokens": 768,
+            "data": [1, f"{folder}/a", 1, f"{folder}/c"],
+            "seq_length": 12,
+            "lr_schedule": "linear",
+            "min_lr": 1e-4,
+        },
+    ]
+    return written(folder / "stages.toml", tables, train_tokens=768 + 6 * 96)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, stages) -> dict:
+    """The rows of the run of one rank, from beginning to end."""
+    return run(tmp_path_factory.mktemp("whole"), 1, "--stages", stages)
+
+
+def test_one_run_is_its_pieces(stages, whole, tmp_path):
+    """Bit for bit: stopped inside of stages, and where one ends. run.json has the stages."""
+    for stop in ("16", "48", "64", "72", "80"):
+        run(tmp_path, 1, "--stages", stages, "--resume", "auto", "--stop-at-samples", stop)
+    # The rest without the file: its contents are in the checkpoint.
+    found = run(tmp_path, 1, "--resume", "auto")
+    assert found == whole
+    facts = json.loads((tmp_path / "run.json").read_text())
+    begins = [(s["name"], s["from_tokens"], s["from_step"]) for s in facts["stages"]]
+    assert begins == [("short", 0, 0), ("mix", 384, 6), ("end", 768, 12)]
+    assert " stage 2 of 3, mix: from step 7, 384 tokens" in (tmp_path / "log.txt.3").read_text()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stages_do_not_depend_on_the_layout(layout, stages, whole, tmp_path):
+    ranks, options = LAYOUTS[layout]
+    close(run(tmp_path, ranks, "--stages", stages, *options), whole)
+
+
+def test_a_restart_under_another_layout_goes_on(stages, whole, tmp_path):
+    ranks, options = LAYOUTS["pp2"]
+    run(tmp_path, ranks, "--stages", stages, *options, "--stop-at-samples", "56")
+    ranks, options = LAYOUTS["cp2"]
+    close(run(tmp_path, ranks, "--resume", "auto", *options), whole)
+
+
+# ------------------------------------------------------------------------------------------------
+# Branches
+# ------------------------------------------------------------------------------------------------
+
+
+def test_three_branches_are_three_uninterrupted_runs(stages, tmp_path):
+    """Of a stable run without stages: wsd to the end of each; bit for bit in one layout."""
+    data = ["--data", f"{Path(stages).parent}/a", "--order", "stable", "--global-batch-size", "4"]
+    stable = tmp_path / "stable"
+    options = [*data, "--lr-schedule", "constant", "--lr-warmup-samples", "8"]
+    run(stable, 1, *options, "--steps", "12", "--save-every", "3")
+
+    def both(step: int) -> None:
+        out = tmp_path / f"branch{step}"
+        checkpoint = f"{stable}/checkpoints/step_{step:08d}"
+        words = ["--branch-from", checkpoint, "--decay-tokens", str(4 * 64)]
+        run(out, 1, *words, "--stop-at-samples", str(4 * step + 8))
+        found = run(out, 1, *words)  # the same command goes on
+        ends = ["--train-samples", str(4 * step + 16), "--lr-wsd-decay-samples", "16"]
+        straight = ["--lr-schedule", "wsd", "--lr-warmup-samples", "8", *ends]
+        expected = run(tmp_path / f"straight{step}", 1, *data, *straight)
+        later = {key: row for key, row in expected.items() if key[0] > step}
+        assert found == later
+        facts = json.loads((out / "run.json").read_text())
+        assert facts["branch"] == {
+            "checkpoint": checkpoint,
+            "run": json.loads((stable / "run.json").read_text())["config"]["past"]["run"],
+            "step": step,
+            "samples": 4 * step,
+            "tokens": 64 * step,
+            "skipped": 0,
+        }
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(both, (3, 6, 9)))
+    done = fork_ranks(1, "train.py", *SMALL, "--branch-from", str(stable), "--out", str(stable))
+    assert "a branch is a run of its own" in done.err
+    other = ["--branch-from", str(tmp_path / "straight3"), "--out", str(tmp_path / "branch6")]
+    done = fork_ranks(1, "train.py", *SMALL, *other)
+    assert "has checkpoints of a run that is a branch of" in done.err
