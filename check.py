@@ -70,9 +70,9 @@ def main(arguments: list[str]) -> int:
     Raise UserError if an option is wrong; torch is imported after that.
     """
     if "--cluster" in arguments:
-        from checker import cluster  # imported here: it is for the ranks of a launcher
+        from checker.cluster import main as check_cluster  # for the ranks of a launcher
 
-        return cluster.main(arguments)
+        return check_cluster(arguments)
     given, train_arguments = _parser().parse_known_args(arguments)
     for word in train_arguments:  # what is nearly one of this program's options
         if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:

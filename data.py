@@ -381,7 +381,8 @@ class MicroBatches:
             reader.prefetcher.go_on(samples, first_sample, self._upcoming())
             self.reading = True
         rows = reader.prefetcher.take(samples, first_sample)
-        batch = Batch(count=rows.targets, **rows.tensors)
+        tensors: dict[str, Any] = rows.tensors
+        batch = Batch(count=rows.targets, **tensors)
         if self.evaluated is not None:  # the last micro-batch may go beyond the evaluated samples
             batch = batch.first(self.evaluated - first_sample)  # the labels after them do not count
         # The tensors of `rows`, in pinned host memory, are freed when this method returns, while

@@ -12,6 +12,7 @@ import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -96,7 +97,7 @@ def calibration(rows: list[Measured], per_node: int, nodes: int) -> dict[str, di
     nvlink: from all-reduces within a node, the tensor groups' if there are any, all at once.
     network: from groups across nodes; `beta` is then of a node, all its groups together.
     """
-    found = {}
+    found: dict[str, tuple[Any, dict[str, float]]] = {}
     series = by_series([row for row in rows if row.operation == "all-reduce"])
     for (name, together, _), own in series.items():
         first = own[0]
@@ -214,7 +215,7 @@ def line_rate(root: Path = Path("/sys/class")) -> tuple[float, str] | None:
             speeds[path.parent.name] = int(path.read_text())
         except OSError:  # a card that is down or virtual has none
             continue
-    card = max(speeds, key=speeds.get, default=None)
+    card = max(speeds, key=lambda name: speeds[name], default=None)
     if card is None or speeds[card] <= 0:
         return None
     return speeds[card] * 1e6, f"card {card}"

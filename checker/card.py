@@ -7,7 +7,7 @@ write(card, folder)              card.json, and card.md: a page for an issue
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,7 @@ def page(card: dict[str, Any]) -> Iterator[str]:
     for name, part in parts.items():
         why = f": {part['why']}" if "why" in part else ""
         yield f"| {TITLES[name]} | {part['status']}{why} | {part['seconds']:.0f} |"
+    writers: dict[str, Callable[[Any], Iterator[str]]]
     writers = {"network": _network, "layouts": _layouts, "killed": _killed}
     writers |= {"resumed": _resumed, "model": _model}
     for name, lines in writers.items():

@@ -31,13 +31,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checker import card
+from checker.card import (
+    RIGHT,
+    of_killed,
+    of_launch,
+    of_layouts,
+    of_model,
+    of_network,
+    of_resumed,
+    of_straight,
+    verdict,
+    write,
+)
 from config import command_line, validation
 from config.cli import Parser
 from config.errors import UserError, exit_with
 from config.paths import check_folder
 from config.run_options import Run
 from distributed.launch import Launch, discover
+from distributed.local_ranks import Place, environment_of_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 # The shares of --minutes that a part may take. What is not used is left to the others.
@@ -49,8 +61,6 @@ SHARES = {
     "resumed": 0.15,
     "model": 0.4,
 }
-# Variables of the launcher, which would make a part's rank take itself for one of the launch.
-OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "SLURM_STEP_", "SLURM_PROCID", "PRTE_")
 MOST_RANKS_OF_LAYOUTS = 8  # a small model has no more blocks, heads and samples to divide
 SMALL = (
     "--layers 4 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --micro-batch-size 1 "
@@ -157,40 +167,40 @@ class Agent:
         if first:
             options = {"device": self.device, "line_rate": self.given.line_rate, "seconds": 1.0}
             (self.out / "options.json").write_text(json.dumps(options))
-            self.card |= card.of_launch(self.context, self.given)
+            self.card |= of_launch(self.context, self.given)
         self.exchange.agree(None, lambda values: None, "ready")
         for name in SHARES:
             if name in self.given.parts:
                 getattr(self, f"_{name}")()
                 if first:
-                    card.write(self.card, self.out)
+                    write(self.card, self.out)
         wrong = self.exchange.agree(self._wrong(), lambda values: values[0], "wrong")
         if first:
-            print(card.verdict(self.card))
+            print(verdict(self.card))
             print(f"written: {self.out}/card.md, card.json; what the ranks said: {self.out}/logs")
         return int(bool(wrong))
 
     def _wrong(self) -> list[str]:
         """Return the parts that are not as they should be, on rank 0."""
         parts = self.card["parts"]
-        return [name for name, part in parts.items() if part["status"] != card.RIGHT]
+        return [name for name, part in parts.items() if part["status"] != RIGHT]
 
     # ---- Parts -----------------------------------------------------------------------------------
 
     def _network(self) -> None:
         """Measure the network."""
         statuses = self._start("network", self._worker("network"))
-        self._end("network", statuses, lambda: card.of_network(self.out, self.device))
+        self._end("network", statuses, lambda: of_network(self.out, self.device))
 
     def _layouts(self) -> None:
         """Compare layouts with one rank, on some of the ranks: the first ones of each node."""
         statuses = self._start("layouts", self._worker("layouts"), ranks=self._few_ranks())
-        self._end("layouts", statuses, lambda: card.of_layouts(self.out))
+        self._end("layouts", statuses, lambda: of_layouts(self.out))
 
     def _straight(self) -> None:
         """Train the small run to its end."""
         statuses = self._start("straight", self._train("straight", self._layout(0)))
-        self._end("straight", statuses, lambda: card.of_straight(self.out))
+        self._end("straight", statuses, lambda: of_straight(self.out))
 
     def _killed(self) -> None:
         """Train the small run, and kill the last rank when a checkpoint is there."""
@@ -203,14 +213,14 @@ class Agent:
         kill = is_saved if self.context.rank == victim else None
         words = self._train("killed", self._layout(0))
         statuses = self._start("killed", words, kill=kill, follows=False)
-        found = partial(card.of_killed, self.out, victim, statuses)
+        found = partial(of_killed, self.out, victim, statuses)
         self._end("killed", statuses, found, fails=True)
 
     def _resumed(self) -> None:
         """Go on with the killed run in another layout."""
         words = [*self._train("killed", self._layout(1)), "--resume", "auto"]
         statuses = self._start("resumed", words)
-        self._end("resumed", statuses, lambda: card.of_resumed(self.out, self._layout(1)))
+        self._end("resumed", statuses, lambda: of_resumed(self.out, self._layout(1)))
 
     def _model(self) -> None:
         """Train a model that others know, with replicas of it alone."""
@@ -220,7 +230,7 @@ class Agent:
         words += ["--steps", str(STEPS_OF_KNOWN), "--log-every", "1"]
         words += ["--out", str(self.out / "model"), "--device", self.device]
         statuses = self._start("model", words)
-        self._end("model", statuses, lambda: card.of_model(self.out, self.given.gpu))
+        self._end("model", statuses, lambda: of_model(self.out, self.given.gpu))
 
     # ---- What parts run --------------------------------------------------------------------------
 
@@ -286,7 +296,9 @@ class Agent:
         limit = max(10.0, min(share, self.until - self.began))
         status: int | None = 0
         if context.rank in ranks:
-            variables = self._variables(ranks, address, port)
+            nodes = [context.nodes[rank] for rank in ranks]
+            own = Place(ranks.index(context.rank), nodes, address, port)
+            variables = environment_of_rank(own, str(ROOT))
             path = self.out / "logs" / f"{name}-{context.rank}.txt"
             with open(path, "w") as log:
                 child = subprocess.Popen(
@@ -329,20 +341,6 @@ class Agent:
             store.set(key, "1")
         return child.returncode
 
-    def _variables(self, ranks: list[int], address: str, port: int) -> dict[str, str]:
-        """Return the environment of this rank's process: torchrun's variables, no launcher's."""
-        context = self.context
-        kept = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
-        here = [rank for rank in ranks if context.nodes[rank] == context.node]
-        place: dict[str, Any] = {"RANK": ranks.index(context.rank), "WORLD_SIZE": len(ranks)}
-        place |= {"LOCAL_RANK": here.index(context.rank), "LOCAL_WORLD_SIZE": len(here)}
-        place |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
-        if len(set(context.nodes)) == 1:
-            place["GLOO_SOCKET_IFNAME"] = kept.get("GLOO_SOCKET_IFNAME", "lo")
-        paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
-        place["PYTHONPATH"] = os.pathsep.join(paths)
-        return kept | {name: str(value) for name, value in place.items()}
-
     def _end(
         self,
         name: str,
@@ -357,7 +355,7 @@ class Agent:
         late = [rank for rank, status in enumerate(statuses) if status is None]
         failed = [rank for rank, status in enumerate(statuses) if status]
         try:
-            part |= {"status": card.RIGHT} | found()
+            part |= {"status": RIGHT} | found()
         except (OSError, ValueError, LookupError, UserError) as error:
             part |= {"status": "nothing was written", "why": f"{error}"}
         if late:

@@ -189,11 +189,11 @@ def pair_scan(world: World, size: int) -> dict[tuple[str, str], float]:
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
     """All pairs of `count`, in rounds of disjoint pairs (the circle method)."""
-    seats = list(range(count)) + [None] * (count % 2)
+    seats = list(range(count + count % 2))  # the last seat of an odd number is empty
     half = len(seats) // 2
     rounds = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats[:half], reversed(seats[half:]))
-        rounds.append([tuple(sorted(p)) for p in pairs if None not in p])
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds

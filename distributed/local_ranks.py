@@ -9,6 +9,7 @@ as torchrun's do, by the variables that torchrun would set.
 
 import os
 import socket
+from typing import NamedTuple
 
 from distributed.launch import Launch, discover
 
@@ -36,3 +37,37 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+# Variables of launchers, which would make a process take itself for one of the launcher's ranks.
+OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "SLURM_STEP_", "SLURM_PROCID", "PRTE_")
+
+
+class Place(NamedTuple):
+    """Where a rank of a world is that another launch's ranks start, one on each of them.
+
+    rank: its number in the world. nodes: the node of every rank. address, port: where they meet.
+    """
+
+    rank: int
+    nodes: list[str]
+    address: str
+    port: int
+
+
+def environment_of_rank(place: Place, folder: str) -> dict[str, str]:
+    """Return the environment of a process that is a rank of its own world, and not of a launcher.
+
+    The variables are torchrun's. folder: is put on the path of modules.
+    """
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
+    node = place.nodes[place.rank]
+    here = [rank for rank, other in enumerate(place.nodes) if other == node]
+    values: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": len(place.nodes)}
+    values |= {"LOCAL_RANK": here.index(place.rank), "LOCAL_WORLD_SIZE": len(here)}
+    values |= {"MASTER_ADDR": place.address, "MASTER_PORT": place.port}
+    values["TORCHELASTIC_RUN_ID"] = "none"
+    if len(set(place.nodes)) == 1:
+        values["GLOO_SOCKET_IFNAME"] = kept.get("GLOO_SOCKET_IFNAME", "lo")
+    values["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, kept.get("PYTHONPATH")]))
+    return kept | {name: str(value) for name, value in values.items()}

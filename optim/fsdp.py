@@ -210,20 +210,19 @@ def _show_as_drawn(module: nn.Module) -> None:
     """Have a module see its parameters as it made them while it runs forward: shape and spec.
 
     torch shards along the first dimension, for which `shard_over` has joined dimensions, and it
-    gathers into parameters of its own. A parameter of another shape is replaced by an attribute of
-    its name, a view of the gathered tensor.
+    gathers into parameters of its own. In the place of each the module has an attribute of its
+    name, a view of the gathered tensor.
     """
-    drawn = {}  # the spec of each parameter, and its shape if it is another one
+    drawn = {}
     for name, p in module.named_parameters(recurse=False):
         if isinstance(p, DTensor):
-            drawn[name] = (p.spec, None if tuple(p.shape) == p.drawn_shape else p.drawn_shape)
+            drawn[name] = (p.spec, p.drawn_shape)
 
     def show(module: nn.Module, inputs: Any) -> None:
         for name, (spec, shape) in drawn.items():
-            seen: Any = getattr(module, name)
-            if shape is not None:
-                seen = vars(module)[name] = seen.view(shape)
-            seen.spec = spec
+            view: Any = getattr(module, name).view(shape)
+            view.spec = spec
+            vars(module)[name] = view
 
     def hide(module: nn.Module, inputs: Any, result: Any) -> None:
         for name in drawn:

@@ -113,6 +113,8 @@ class Muon:
         self.weight_decay = weight_decay
         self.owners = owners
         self.momenta = [torch.zeros_like(master) for master in masters]
+        # State tensors by their names in a checkpoint, which has zeros for AdamW's other one.
+        self.states = {"exp_avg": self.momenta}
         self.dtype = torch.bfloat16 if training.muon_dtype == "bf16" else masters[0].dtype
         parts = {
             "split": "q, k, v apart",
@@ -154,18 +156,18 @@ class Muon:
 
     def state_bytes(self) -> int:
         """Return the bytes of the momentum."""
-        return sum(momentum.nbytes for momentum in self.momenta)
+        return sum(tensor.nbytes for state in self.states.values() for tensor in state)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a state tensor of master `index`, flat.
 
         A checkpoint has AdamW's kinds: the momentum is "exp_avg", and "exp_avg_sq" is zeros.
         """
-        if kind == "exp_avg":
-            return self.momenta[index][start:stop]
+        if kind in self.states:
+            return self.states[kind][index][start:stop]
         return self.masters[index].new_zeros(stop - start)
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
         """Set elements of the state tensor `kind` of master `index` from `start` on, flat."""
-        if kind == "exp_avg":
-            self.momenta[index][start : start + len(values)] = values
+        if kind in self.states:
+            self.states[kind][index][start : start + len(values)] = values

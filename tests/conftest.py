@@ -39,7 +39,16 @@ def pytest_addoption(parser):
 
 # By fixture of what the machine has once: the files whose tests use it. One process runs them all.
 TOGETHER = {
-    "slurm": ("lost_nodes", "slurm", "growth", "cluster", "launches", "audit", "batch_file"),
+    "slurm": (
+        "lost_nodes",
+        "slurm",
+        "growth",
+        "cluster",
+        "launches",
+        "audit",
+        "batch_file",
+        "check_cluster",
+    ),
     "cuda_device": ("cuda", "nccl"),
 }
 

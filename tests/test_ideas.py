@@ -1,0 +1,139 @@
+"""The six ideas of CONTRIBUTING.md: if this failed, a person who adds a parameter, a loss term or
+an update rule would be stopped by the code, or would train another model in some layout.
+
+Each diff is applied to a copy of the code. check.py says that the right one is equal in every
+layout, and finds the same idea with a sum left out.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, Outcome
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+IDEAS = dict(re.findall(r"^### (.+?)\n.*?^```diff\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
+# Options of the run that has the idea, and how it is written with a sum left out: file, what is
+# there, what would be wrong. The sums are over tp (its ranks' heads, columns, inputs' gradients),
+# over the columns of a row that ZeRO cuts, and over the tokens of a micro-batch.
+CASES = {
+    "Value embeddings": ("", "attention.py", "fill=0.5, partial=True", "fill=0.5"),
+    "Gated attention": (
+        "--attention-gate",
+        "attention.py",
+        "self.gate(x).sigmoid",
+        "F.linear(x, self.gate.weight).sigmoid",
+    ),
+    "A learned softcap": ("", "model.py", "fill=5.0, partial=True", "fill=5.0"),
+    "NorMuon": (
+        "--optimizer muon",
+        "optim/muon.py",
+        "self.owners.update(squares, _average_rows)",
+        "_average_rows([square[None] for square in squares])",
+    ),
+    "A head for the next token but one": (
+        "",
+        "model.py",
+        "column_linear(self.second_norm(x), self.second, None, factory)",
+        "F.linear(self.second_norm(x), self.second)",
+    ),
+    "A penalty": ("", "model.py", "y.square().mean(-1).sum()", "y.square().mean()"),
+}
+LAYOUTS = ("tp 2 dp 2 zero 2", "tp 2 pp 2 sequence-parallel schedule zb-v", "cp 2 recompute full")
+LAYOUTS += ("dp 2 zero 3 micro-batch-size 2",)
+SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --device cpu"
+WITH_SUM = ("tp 2", "dp 2 micro-batch-size 2")  # in one of them the sum that was left out is needed
+
+
+def copy_with(name: str, folder: Path) -> Path:
+    """A copy of the code with an idea."""
+    left_out = shutil.ignore_patterns(
+        ".*", "runs", "tests", "benchmarks", "docs", "data", "__pycache__", "site"
+    )
+    code = folder / "code"
+    shutil.copytree(ROOT, code, ignore=left_out)
+    command = ["git", "apply", "--whitespace=nowarn", "-"]
+    done = subprocess.run(command, cwd=code, input=IDEAS[name], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return code
+
+
+def run(code: Path, *words: str) -> Outcome:
+    """Run a program of the copy."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=code, text=True, capture_output=True, timeout=900
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def check(code: Path, options: str, layouts: tuple[str, ...]) -> Outcome:
+    """check.py in the copy, of these layouts."""
+    words = [word for layout in layouts for word in ("--layout", layout)]
+    return run(code, "check.py", *options.split(), *words)
+
+
+def test_there_are_six_ideas_of_forty_lines():
+    assert list(IDEAS) == list(CASES)
+    for name, diff in IDEAS.items():
+        lines = diff.splitlines()
+        assert len(lines) <= 40, name
+        files = [line for line in lines if line.startswith("+++ ")]
+        assert len(files) <= (2 if "config/schema.py" in diff else 1), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES, ids=lambda name: name.lower().replace(" ", "-"))
+def test_an_idea_is_equal_in_every_layout_and_its_missing_sum_is_found(name, tmp_path):
+    options, path, right, wrong = CASES[name]
+    code = copy_with(name, tmp_path)
+    layouts = LAYOUTS if "muon" not in options else LAYOUTS[:3]  # Muon has no ZeRO 3
+    found = check(code, options, layouts)
+    assert found.status == 0, found.out + found.err
+    text = (code / path).read_text()
+    assert text.count(right) == 1
+    (code / path).write_text(text.replace(right, wrong))
+    found = check(code, options, WITH_SUM)
+    assert found.status == 1, found.out + found.err
+    assert "DIFFERS" in found.out
+
+
+def test_a_run_says_what_it_does_not_know_and_goes_on(tmp_path):
+    """Parameters that the options do not describe: counted, saved, resumed; no export drops them,
+    and no code without them resumes from there.
+    """
+    code, out = copy_with("Value embeddings", tmp_path), tmp_path / "run"
+    words = [
+        "train.py",
+        *SHAPE.split(),
+        "--global-batch-size",
+        "2",
+        "--save-every",
+        "2",
+        "--out",
+        str(out),
+    ]
+    begun = run(code, *words, "--steps", "2")
+    assert begun.status == 0, begun.err
+    sentence = "+4,098 beside those that its options describe: beyond its options: "
+    sentence += "blocks.*.attention.values (64, 4, 8) in 2 blocks"
+    assert sentence in begun.out
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["unknown"]["elements"] == 4098
+    assert facts["unknown"]["tensors"].startswith("beyond its options")
+    resumed = run(code, *words, "--steps", "4", "--resume", "auto")
+    assert resumed.status == 0, resumed.err
+    assert "resumed from" in resumed.out
+    assert sentence.rpartition(": ")[2] in run(code, "checkpoint.py", "show", str(out)).out
+    refused = run(code, "checkpoint.py", "export", "--to", "hf", str(out), str(tmp_path / "hf"))
+    assert refused.status == 2
+    assert "another model: beyond its options: blocks.*.attention." in refused.err
+    assert sentence.rpartition(": ")[2] in run(code, "plan.py", "layouts", "--config", str(out)).err
+    # The code without the idea: it does not resume as if nothing were missing.
+    shutil.copy(ROOT / "attention.py", code)
+    other = run(code, *words, "--steps", "6", "--resume", "auto")
+    assert other.status == 2
+    assert "not in this model: blocks.0.attention.share" in other.err
