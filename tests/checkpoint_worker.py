@@ -20,6 +20,7 @@ from checkpointing.state import Progress
 from config import schema as configuration
 from config import validation
 from config.command_line import build
+from config.learning_rate import learning_rate
 from distributed.context import Context
 from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
@@ -82,7 +83,7 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
     for _ in range(count):
         done = progress.consumed_samples
         batch = config.batches.batch(done)
-        lr = trainer.learning_rate(config.training, done, config.total_samples, batch)
+        lr = learning_rate(config.training, done, config.total_samples, batch)
         result = trainer.step(state, samples, done, lr)
         numbers.append([result.loss, None if result.skipped else result.grad_norm])
         progress = Progress(progress.iteration + 1, done + batch)

@@ -20,6 +20,7 @@ import trainer
 from config import schema as configuration
 from config import validation
 from config.command_line import build
+from config.learning_rate import learning_rate
 from distributed.context import Context, start
 from distributed.launch import discover
 from telemetry import pass_times
@@ -53,7 +54,7 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
     for iteration in range(config.total_steps):
         consumed = config.batches.consumed(iteration)
         batch = config.batches.batch(consumed)
-        lr = trainer.learning_rate(training, consumed, config.total_samples, batch)
+        lr = learning_rate(training, consumed, config.total_samples, batch)
         result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -18,6 +18,7 @@ from checkpointing.state import Progress
 from config import schema as configuration
 from config import validation
 from config.command_line import parse
+from config.learning_rate import learning_rate
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from distributed.launch import Launch
 from telemetry import loss_monitor
@@ -58,7 +59,7 @@ def test_skipped_samples_do_not_change_the_training_on_others(tmp_path):
     samples = data.Synthetic(31, 8, config.training.seed)
     expected = []
     for i, first in enumerate((0, 12, 16, 20)):
-        lr = trainer.learning_rate(config.training, 4 * i, 24, 4)
+        lr = learning_rate(config.training, 4 * i, 24, 4)
         expected.append((lr, trainer.step(state, samples, first, lr).loss))
     found = [(r["learning_rate"], r["loss"]) for r in rows(tmp_path / "a") if "loss" in r]
     assert found == expected

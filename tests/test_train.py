@@ -17,6 +17,7 @@ import trainer
 from checkpointing import folders
 from config import schema as configuration
 from config.cli import VERSION
+from config.learning_rate import learning_rate
 from corpora.token_files import IndexedDatasetWriter
 from distributed import garbage, placement
 
@@ -111,7 +112,7 @@ def test_the_learning_rate_warms_up_and_falls():
     def rates(**options):
         given = {"steps": 10, "global_batch_size": 10, "lr": 1.0, "min_lr": 0.1} | options
         t = configuration.Training(**given)
-        return [trainer.learning_rate(t, samples, 1000, 10) for samples in range(0, 1001, 10)]
+        return [learning_rate(t, samples, 1000, 10) for samples in range(0, 1001, 10)]
 
     warm = rates(lr_warmup_samples=100)
     assert warm[0] > 0
@@ -154,7 +155,7 @@ def test_the_curves_are_those_of_transformers():
     def ours(**options) -> list[float]:
         given = {"global_batch_size": 1, "lr": 1.0, "lr_warmup_samples": 10, "min_lr": 0.0}
         training = configuration.Training(**given | options)
-        return [trainer.learning_rate(training, step, 100, 1) for step in range(10, 100)]
+        return [learning_rate(training, step, 100, 1) for step in range(10, 100)]
 
     inverse = theirs(get_inverse_sqrt_schedule)
     assert ours(lr_schedule="inverse-square-root") == pytest.approx(inverse)
