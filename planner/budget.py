@@ -115,7 +115,7 @@ def _gpus_and_seconds(question: Question) -> tuple[int, float]:
     if hours is None and (days is None or given is None):
         raise UserError("what is the budget? give --gpu-hours 50000, or --days 30 --gpus 64")
     if hours is None:
-        return given, days * DAY
+        return question.gpus, days * DAY
     if given:
         return given, hours * 3600 / given
     wanted = hours / (24 * (days or DAYS))

@@ -38,7 +38,7 @@ class Waves(NamedTuple):
 
     rows: int
     columns: int
-    count: int
+    number: int
     filled: float
 
 
@@ -281,7 +281,7 @@ def _reasons(
     elif model.head_size not in FAST_HEADS:
         found.append(f"head size {model.head_size}, kernels are tuned for 64 and 128")
     if share > LOSS and waves.filled < 1 - LOSS:
-        tiles = f"{waves.count} waves of {waves.rows} x {waves.columns} tiles"
+        tiles = f"{waves.number} waves of {waves.rows} x {waves.columns} tiles"
         found.append(f"{product} product: {tiles}, {waves.filled:.0%} full")
     parts = model.layers / layout.stages
     if layout.pp > 1 and model.layers % layout.stages:
@@ -312,7 +312,7 @@ def _row(shape: Shape, first: Shape) -> list[str]:
         str(layout.pp),
         str(layout.micro_batch_size),
         f"{shape.products:.0%}",
-        f"{shape.waves.count} {shape.waves.filled:.0%}",
+        f"{shape.waves.number} {shape.waves.filled:.0%}",
         f"{shape.attention:.0%}",
         f"{p.seconds:.2f}",
         f"{p.compared:.2f}",
