@@ -55,8 +55,6 @@ def budget(question: Question) -> Answer:
 
     Raise UserError if no budget is given, or no model of the law fits on the GPUs.
     """
-    if question.config.model.experts > 1:
-        raise UserError("budget: scaling laws are of dense models, not of a model with experts")
     gpus, seconds = _gpus_and_seconds(question)
     options = Namespace(**vars(question.options) | {"gpus": gpus, "nodes": None})
     question = replace(question, options=options)
