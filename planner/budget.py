@@ -55,8 +55,6 @@ def budget(question: Question) -> Answer:
 
     Raise UserError if no budget is given, or no model of the law fits on the GPUs.
     """
-    if question.config.model.experts > 1:
-        raise UserError("budget: scaling laws are of dense models, not of a model with experts")
     gpus, seconds = _gpus_and_seconds(question)
     options = Namespace(**vars(question.options) | {"gpus": gpus, "nodes": None})
     question = replace(question, options=options)
@@ -115,7 +113,7 @@ def _gpus_and_seconds(question: Question) -> tuple[int, float]:
     if hours is None and (days is None or given is None):
         raise UserError("what is the budget? give --gpu-hours 50000, or --days 30 --gpus 64")
     if hours is None:
-        return given, days * DAY
+        return question.gpus, days * DAY
     if given:
         return given, hours * 3600 / given
     wanted = hours / (24 * (days or DAYS))

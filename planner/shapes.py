@@ -38,7 +38,7 @@ class Waves(NamedTuple):
 
     rows: int
     columns: int
-    count: int
+    number: int
     filled: float
 
 
@@ -72,8 +72,6 @@ def shapes(question: Question) -> Answer:
     size = _size(question)
     question = replace(question, options=options)
     like = question.config.model
-    if like.experts > 1:
-        raise UserError("shapes: give a dense model, not one with experts")
     base = _ranked(question, model_sizes.near(like, size), None)
     if base is None:
         raise UserError(f"no layout of {size / BILLION:.1f} B parameters fits: give more GPUs")
@@ -150,7 +148,12 @@ def _heads(like: ModelShape, hidden: int, given: set[str], tp: int) -> list[int]
         return [like.heads]
     shared = like.heads // like.kv_heads  # query heads of a key head
     numbers = [hidden // size for size in HEAD_SIZES if hidden % size == 0]
-    return [heads for heads in numbers if heads % (shared * tp) == 0]
+    found = [heads for heads in numbers if heads % (shared * tp) == 0]
+    if found or "hidden" not in given:
+        return found
+    # No usual head size divides the hidden size that the user gave: all that flash kernels have.
+    most = [heads for heads in divisors(hidden) if heads % (shared * tp) == 0]
+    return [heads for heads in most if HEAD_SIZES[0] <= hidden // heads <= HEAD_SIZES[-1]]
 
 
 def _widths(like: ModelShape, hidden: int, given: set[str], tp: int) -> list[int]:
@@ -281,7 +284,7 @@ def _reasons(
     elif model.head_size not in FAST_HEADS:
         found.append(f"head size {model.head_size}, kernels are tuned for 64 and 128")
     if share > LOSS and waves.filled < 1 - LOSS:
-        tiles = f"{waves.count} waves of {waves.rows} x {waves.columns} tiles"
+        tiles = f"{waves.number} waves of {waves.rows} x {waves.columns} tiles"
         found.append(f"{product} product: {tiles}, {waves.filled:.0%} full")
     parts = model.layers / layout.stages
     if layout.pp > 1 and model.layers % layout.stages:
@@ -312,7 +315,7 @@ def _row(shape: Shape, first: Shape) -> list[str]:
         str(layout.pp),
         str(layout.micro_batch_size),
         f"{shape.products:.0%}",
-        f"{shape.waves.count} {shape.waves.filled:.0%}",
+        f"{shape.waves.number} {shape.waves.filled:.0%}",
         f"{shape.attention:.0%}",
         f"{p.seconds:.2f}",
         f"{p.compared:.2f}",

@@ -79,7 +79,7 @@ def test_a_ratio_of_the_user_and_another_law():
         ("--days 30", "what is the budget"),
         ("--gpu-hours 5 --days 3 --gpus 8", "give two of"),
         ("--gpu-hours 5000 --law kaplan", "there are chinchilla, gemstones"),
-        ("--gpu-hours 5000 --model mixtral-8x7b", "dense models"),
+        ("--gpu-hours 5000 --model mixtral-8x7b", "a model with experts"),
         ("--gpu-hours 0", "must be above 0"),
         ("--days 3000 --gpus 1", "no layout fits on 1 GPUs"),
     ],

@@ -75,8 +75,8 @@ def test_a_budget_gives_the_size():
     [
         ("", "of which size"),
         ("--size 7B --gpu-hours 5000", "not both"),
-        ("--size 7B --model mixtral-8x7b", "dense model"),
-        ("--size 900B --gpus 8", "fits"),
+        ("--size 7B --model mixtral-8x7b", "a model with experts"),
+        ("--size 900B --gpus 8", "no layout of 900.0 B parameters fits"),
     ],
 )
 def test_what_has_no_shape_is_a_sentence(words, sentence):
@@ -87,5 +87,5 @@ def test_what_has_no_shape_is_a_sentence(words, sentence):
 def test_a_size_is_a_number_with_a_letter():
     text = ask("shapes --size 350M --gpu a100-80 --gpus 8 --vocab-size 50257").data["shapes"][0]
     assert model_stats.parameters(ModelShape(**text["model"])) == pytest.approx(350e6, rel=0.031)
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="'many' is no number of parameters"):
         ask("shapes --size many --gpu a100-80")
