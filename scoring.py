@@ -11,6 +11,7 @@ during a run, sample.py for a checkpoint.
 """
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ class TaskBatches:
     def _make(self, index: int) -> Batch:
         first = first_of_micro_batch(0, index, self.layout, self.dp_rank)
         samples = [self.packed.arrays(first + i) for i in range(self.layout.micro_batch_size)]
-        arrays = {
+        arrays: dict[str, Any] = {
             name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
             for name in samples[0]
         }

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,7 @@ def set_length(state: ModelState, length: int) -> None:
         return
     state.length = length
     model = replace(state.config.model, seq_length=length)
+    stage: Any
     for stage in state.stages:
         stage.set_length(model)
     state.pipeline.finish_sending()

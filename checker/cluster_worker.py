@@ -155,7 +155,7 @@ def compare(launch: Launch, folder: Path, options: dict[str, Any]) -> None:
                     abs(a - b) / max(abs(b), 1e-300)
                     for a, b in zip(found["losses"], expected["losses"])
                 )
-                row = {"layout": layouts.name_of(layout), "differs": words}
+                row: dict[str, Any] = {"layout": layouts.name_of(layout), "differs": words}
                 row["off"] = loss if math.isfinite(loss) else None
                 file.write(json.dumps(row) + "\n")
                 file.flush()

@@ -9,6 +9,7 @@ in the text. Everything is read from run.json, metrics.jsonl and spikes.jsonl, w
 stranger: rows and facts of other types are left out.
 """
 
+import functools
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ def series_of(record: Record) -> Series:
     evaluations: dict[str, list[tuple[float, float]]] = {}
     tasks: dict[str, dict[str, list[tuple[float, float]]]] = {kind: {} for kind in KINDS}
     for row in record.rows:
-        place = row.get("consumed_tokens")
+        place: Any = row.get("consumed_tokens")
         if not is_whole(place) or "loss" in row:
             continue
         for name, value in row.items():
@@ -135,7 +136,7 @@ def _stages(facts: Mapping[str, Any], places: Mapping[int, float], end: float) -
         if not isinstance(stage, dict):
             continue
         name = stage.get("name")
-        place = stage.get("from_tokens")
+        place: Any = stage.get("from_tokens")
         if not is_number(place) and is_whole(stage.get("from_step")):
             place = places.get(stage["from_step"])
         if is_number(place) and 0 <= place <= end:
@@ -148,10 +149,10 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
 
     Rows with `corpus_tokens` have the tokens of each corpus since the run began.
     """
-    found = []
+    found: list[tuple[float, dict[str, float]]] = []
     for row in rows:
-        counts = row.get("corpus_tokens")
-        place = row.get("consumed_tokens")
+        counts: Any = row.get("corpus_tokens")
+        place: Any = row.get("consumed_tokens")
         is_right = isinstance(counts, dict) and all(is_number(count) for count in counts.values())
         if is_right and counts and is_whole(place) and (not found or place > found[-1][0]):
             found.append((place, counts))
@@ -205,7 +206,7 @@ def _picture(series: Series, number: int) -> str:
     for kind, title in zip(KINDS, ("accuracy", "normalised accuracy", "bits per byte")):
         if series.tasks[kind]:
             found = series.tasks[kind]
-            panels.append((title, 1.3, lambda axes, found=found: _draw_named(axes, found)))
+            panels.append((title, 1.3, functools.partial(_draw_named, found=found)))
     panels.append(("tokens/s", 1.0, lambda axes: axes.plot(*series.speed, color=LIGHT["mark"])))
     if len(series.rate[0]):
         line = series.rate

@@ -335,8 +335,8 @@ def model_of(name: str, base: ModelShape) -> ModelShape:
         sizes = [int(number) if number else None for number in found.groups()]
         own = dict(zip(("layers", "hidden", "heads", "ffn_hidden"), sizes, strict=True))
         shared = base.heads // base.kv_heads  # query heads of a key head
-        own["kv_heads"] = sizes[2] // math.gcd(sizes[2], shared)
-        own["head_size"] = sizes[1] // sizes[2]
+        hidden, heads = int(found[2]), int(found[3])
+        own |= {"kv_heads": heads // math.gcd(heads, shared), "head_size": hidden // heads}
         return reshape(base, {key: value for key, value in own.items() if value is not None})
     return parse_request(["--model", name], plans=True).config.model
 
