@@ -69,7 +69,8 @@ class Record:
     @property
     def total(self) -> int | None:
         """The number of the run's last step; None if the run ends after a number of samples."""
-        return self.facts["config"].get("training", {}).get("steps")
+        steps = self.facts["config"].get("training", {}).get("steps")
+        return self.facts.get("total_steps") if steps is None else steps  # of a run with stages
 
     @property
     def state(self) -> str:
@@ -178,6 +179,7 @@ def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
         "versions": lambda value: isinstance(value, dict),
         "started": lambda value: isinstance(value, str),
         "parameters": is_whole,
+        "total_steps": lambda value: is_whole(value, 1),
         "unknown": lambda value: isinstance(value, dict),
         "command": is_texts,
         "blocks_per_stage": lambda value: isinstance(value, list) and all(map(is_whole, value)),
@@ -186,7 +188,8 @@ def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
         if facts.get(name) is not None and not is_right(facts[name]):
             raise UserError(f"{folder}/run.json: {name} is {facts[name]!r:.80}")
     training = facts["config"].get("training", {})
-    if training.get("steps") is None and training.get("train_samples") is None:
+    ends = [training.get("steps"), training.get("train_samples"), facts.get("total_steps")]
+    if all(end is None for end in ends):
         raise UserError(f"{folder}/run.json has neither steps nor train_samples")
 
 

@@ -440,6 +440,7 @@ class Log:
             },
         }
         if self.config.stages:
+            self.facts["total_steps"] = self.total  # the end may be a number of tokens
             self.facts["stages"] = [
                 {"name": s.name, "from_tokens": s.tokens, "from_step": s.step}
                 for s in self.config.stages

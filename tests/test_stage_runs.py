@@ -10,6 +10,7 @@ from small_corpora import write_corpora
 from test_stages import written
 
 from checkpointing.index import Index
+from numerics.table import table
 
 SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--seq-length", "16"]
 SMALL += ["--vocab-size", "61", "--lr", "1e-2", "--precision", "fp64", "--save-every", "1000"]
@@ -99,6 +100,8 @@ def test_one_run_is_its_pieces(stages, whole, tmp_path):
     facts = json.loads((tmp_path / "run.json").read_text())
     begins = [(s["name"], s["from_tokens"], s["from_step"]) for s in facts["stages"]]
     assert begins == [("short", 0, 0), ("mix", 384, 6), ("end", 768, 12)]
+    (row,), _ = table(tmp_path, "date")
+    assert (row["state"], row["step"], row["of"]) == ("finished", 18, 18)
     assert " stage 2 of 3, mix: from step 7, 384 tokens" in (tmp_path / "log.txt.3").read_text()
 
 
@@ -151,6 +154,11 @@ def test_three_branches_are_three_uninterrupted_runs(stages, tmp_path):
 
     for step in (3, 6, 9):
         both(step)
+    rows, _ = table(tmp_path, "date")
+    names = [(row["run"], row["depth"]) for row in rows]
+    begin = names.index(("stable", 0))
+    branches = {("branch3", 1), ("branch6", 1), ("branch9", 1)}
+    assert set(names[begin + 1 : begin + 4]) == branches
     done = fork_ranks(1, "train.py", *SMALL, "--branch-from", str(stable), "--out", str(stable))
     assert "a branch is a run of its own" in done.err
     other = ["--branch-from", str(tmp_path / "straight3"), "--out", str(tmp_path / "branch6")]
