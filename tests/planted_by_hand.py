@@ -136,7 +136,7 @@ def rotary_off_by_one(state, splits, patch, sites) -> None:
         sites,
         stage.positions,
         "rotary",
-        lambda rotary, places: tuple(table.roll(1, 0) for table in rotary(places)),
+        lambda rotary, *given: tuple(table.roll(1, 0) for table in rotary(*given)),
     )
 
 
