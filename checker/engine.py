@@ -22,6 +22,9 @@ from checker.runs import Answer, Job, Worker
 from config.errors import UserError
 from config.schema import Config, Layout
 
+SECONDS_OF_ONE = 1800.0  # one rank waits for nobody; a busy machine may take long
+LONGER = 10  # ranks share cores that one rank had alone
+
 
 @dataclass
 class Outcome:
@@ -49,7 +52,10 @@ class Engine:
     """Worlds of ranks and the run of one rank with which others are compared."""
 
     def __init__(self, config: Config, at_once: int = 2, seconds: float = 90.0):
-        """config: small. at_once: runs at a time. seconds: the limit of one run."""
+        """config: small. at_once: runs at a time.
+
+        seconds: a layout is taken to hang after this time, or LONGER times the time of one rank.
+        """
         self.config = config
         self.began = time.monotonic()
         self.at_once, self.seconds = at_once, seconds
@@ -76,8 +82,10 @@ class Engine:
         import optim.fsdp  # noqa: F401
 
         alone = dataclasses.replace(self.config.layout, dp=1)
-        with Worlds(Worker(), self.plain, 1, self.seconds) as worlds:
+        began = time.monotonic()
+        with Worlds(Worker(), self.plain, 1, SECONDS_OF_ONE) as worlds:
             ((_, answers),) = worlds.answers([(1, self._job(alone))])
+        limit = max(self.seconds, LONGER * (time.monotonic() - began))
         if isinstance(answers, Failure):
             raise UserError(f"the run on one rank fails: {answers.text}")
         (self.one,) = answers
@@ -85,7 +93,7 @@ class Engine:
         self.reference = Reference(self.one.pieces, self.one.aliases, precision)
         self.one.pieces = []
         worker = Worker(self.reference)
-        self.worlds = Worlds(worker, self.plain, self.at_once, self.seconds)
+        self.worlds = Worlds(worker, self.plain, self.at_once, limit)
         return self.one
 
     def _begun(self) -> Worlds:

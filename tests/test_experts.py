@@ -86,6 +86,7 @@ def test_every_option_has_a_line_with_experts():
         "latent",
         "attention_kinds",
         "zero3",
+        "z_loss",
     ):
         for case in itertools.chain.from_iterable(lines_of(feature).values()):
             for name, value in case.items():
