@@ -276,6 +276,8 @@ def _merged(name: str) -> dict[str, Any]:
     else:
         raise UserError(f"no machine is called {name!r}{_others(name)}")
     base = _merged(own.pop("like")) if "like" in own else {}
+    if "device" in own:  # another GPU: a note on whose rates it has is on the GPU it is like
+        base.pop("note", None)
     if "gemm_fraction" in own:
         base.pop("gemm_per_watt", None)
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}

@@ -61,7 +61,8 @@ def test_a_machine_with_the_rates_of_another_program_names_the_one_to_take():
     for name in hardware.names():
         machine = hardware.load(name)
         assert machine.software == hardware.Software() or machine.device == "CPU"
-        other = name.startswith(("jean-zay", "selene")) or name == "h100-megatron"
+        other = name.startswith(("jean-zay", "selene", "b200", "b300", "gb200", "gb300", "h100-"))
+        other |= name == "h200-megatron"
         assert other == bool(machine.note), name
     assert "train.py is planned with h100" in hardware.load("h100-megatron").note
 

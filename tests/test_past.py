@@ -315,7 +315,7 @@ FROM_THE_CHECKPOINT = [
 ]
 OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema"]
 OF_THE_START.append("cache")
-OF_THE_START += ["batch_tokens", "stages"]  # the contents of --stages are taken over
+OF_THE_START += ["stages"]  # its contents are taken over
 
 
 def test_every_option_of_training_and_data_is_classified():
