@@ -247,9 +247,10 @@ def with_loss(x: Tensor, term: Tensor, factory: ParamFactory) -> Tensor:
     targets of the global batch, as the losses of the tokens are, so no layout changes it. The loss
     in the log does not contain it. Evaluations and decoding leave it out.
     """
-    if not torch.is_grad_enabled() or not term.requires_grad:
+    weight = factory.loss_weight
+    if not (torch.is_grad_enabled() and term.requires_grad and weight.adds_terms):
         return x
-    return add_gradient_of(x, term * factory.loss_weight.value)
+    return add_gradient_of(x, term * weight.value)
 
 
 def add_gradient_of(x: Tensor, weighted: Tensor) -> Tensor:

@@ -138,10 +138,12 @@ class LossWeight:
     """The factor of a sum over tokens that makes it a term of the loss of the global batch.
 
     It is the loss scale over the number of targets, which zero.Optimizer.begin_step sets: the
-    factor by which the pipeline multiplies the sum of losses before the backward pass.
+    factor by which the pipeline multiplies the sum of losses before the backward pass. adds_terms:
+    False to leave out the terms that layers add, so that gradients are those of the logged loss.
     """
 
     value: float = 0.0
+    adds_terms: bool = True
 
 
 @dataclass(frozen=True)

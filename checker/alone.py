@@ -46,6 +46,7 @@ def findings(config: Config, context: Context) -> Iterator[str]:
     finally:
         state.reader.close()
     state = trainer.build(config, context)
+    state.factory.loss_weight.adds_terms = False  # as auxiliary losses, they are not in the loss
     try:
         yield from _of_gradients(state, splits)
     finally:
@@ -81,8 +82,14 @@ def _of_visibility(state: trainer.TrainState, batch: Batch) -> Iterator[str]:
 
 
 def _losses(stage: Any, batch: Batch) -> Tensor:
-    """Return the loss of each token, (b, s)."""
-    return stage.head(stage.hidden_states(batch.tokens, batch), batch.labels).t()
+    """Return the loss of each token, (b, s), as the head returns it in a pass of the stage."""
+    returned: list[torch.Tensor] = []
+    hook = stage.head.register_forward_hook(lambda head, given, found: returned.append(found))
+    try:
+        stage(batch.tokens, batch)
+    finally:
+        hook.remove()
+    return returned[0].t()
 
 
 def _dependence(config: Config, batch: Batch) -> tuple[Tensor, Tensor]:
