@@ -100,11 +100,18 @@ def show(folder: str) -> str:
         if record is not None:
             lines += model_record.describe(record)
         lines.append(f"{len(shapes)} tensors of {total:,} elements, each with: {kinds}")
-        difference = tensors.compare(shapes, make_model(index.attributes("model"), index.path))
-        if difference:
-            lines.append(f"tensors that its options do not describe: {difference.text()}")
+        lines += _undescribed(index)
         lines += [f"  {name:48} {' x '.join(map(str, shape))}" for name, shape in shapes.items()]
     return "\n".join(lines)
+
+
+def _undescribed(index: Index) -> list[str]:
+    """Return a line about tensors that are not those of the checkpoint's options, if any."""
+    model = make_model(index.attributes("model"), index.path)
+    difference = tensors.compare(index.shapes, model)
+    if not difference:
+        return []
+    return [f"tensors that its options do not describe: {difference.text()}"]
 
 
 def run_command(arguments: list[str]) -> None:
@@ -130,6 +137,10 @@ def run_command(arguments: list[str]) -> None:
     # Both verify and export compare the checksums of all files.
     manifest = check_files(folder, contents=True)
     print(f"{folder}: all {len(manifest['files'])} files match their checksums")
+    if options.command == "verify":
+        with Index(folder) as index:
+            for line in _undescribed(index):
+                print(line)
     if options.command == "export":
         from checkpointing.hf_export import export_weights
 
