@@ -217,7 +217,8 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     layout_names = [field.name for field in fields(Layout)]
     if options.config and run_files.is_source(options.config):
         before = run_files.options_of(options.config)
-        if (unknown := run_files.note_of_unknown(options.config)) is not None:
+        unknown = run_files.note_of_unknown(options.config)
+        if unknown is not None:
             notes.append(unknown)
         if kind.tries:  # the question tries layouts, so the run's own layout is not kept
             before = {option: before[option] for option in before if option not in layout_names}
@@ -251,7 +252,8 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     if program:
         given = {name: getattr(config.layout, name) for name in layout_names}
         program.check({name: given[name] for name in layout_names if name in request.given})
-        if reason := program.refusal(config, Layout(dp=1)):
+        reason = program.refusal(config, Layout(dp=1))
+        if reason:
             raise UserError(f"{reason} (--for {program.name})")
         machine = program.on(machine, config.model, bool(options.fp8))
     for note in (*request.notes, *notes):

@@ -32,7 +32,6 @@ with errors.installed():
     from config.command_line import parse_request
     from config.errors import UserError, exit_with
     from config.paths import check_folder
-    from corpora import stage_table
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
 
@@ -136,6 +135,8 @@ def main(arguments: list[str]) -> None:
     """Do one command; raises UserError."""
     if arguments[:1] == ["order"] and not {"-h", "--help"} & set(arguments):
         config = parse_request(arguments[1:], resumed=inherited_options).config
+        from corpora import stage_table  # it imports torch
+
         print("\n".join(stage_table.table(config)))
         return
     form = argparse.RawDescriptionHelpFormatter

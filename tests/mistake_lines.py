@@ -169,9 +169,9 @@ days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
 days --model 176b --tokens 450Q | --tokens takes a number, not '450Q'
 days --model 176b --tokens nan | --tokens must be above 0, not nan
 days --model 176b --tokens -1 | --tokens must be above 0, not -1
-model --model 176b --risk 0.2 | --risk goes with layouts, stages, days, largest, smallest, rampup
+model --model 176b --risk 0.2 | --risk goes with layouts, stages, days, budget, shapes, largest,
 days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3195.7 GB with
-smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, largest, rampup,
+smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, budget, shapes, largest,
 largest --gpus 8 --tp 2 | --tp: largest tries every tp and pp at micro-batch 1, full recomputation
 days --model 176b --tokens 200BB | --tokens takes a number, not '200BB'
 model --model 176b --tokens 1e9 | --tokens goes with days, not model
@@ -220,12 +220,12 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --gpus -8 | --gpus must be above 0, below 1e+18, not -8
 --try tp=x | --try tp=x: --tp takes a whole number, not 'x'
 --try micro-batch-size=0 | --try micro-batch-size=0: --micro-batch-size must be at least 1, not 0
---try tp | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
---try shoes=1 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
+--try tp | --try takes AXIS=V,V with AXIS one of model, tp, pp, cp, micro-batch-size
+--try shoes=1 | --try takes AXIS=V,V with AXIS one of model, tp, pp, cp, micro-batch-size
 --try zero=9 | --try zero=9: --zero is one of 0, 1, 2, 3, not 9
 --try tp=1,,2 | --try tp=1,,2: --tp takes a whole number, not ''
---try tp=1 --try tp=2 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
---try hidden=32,64 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
+--try tp=1 --try tp=2 | --try takes AXIS=V,V with AXIS one of model, tp, pp, cp, micro-batch-size
+--try hidden=32,64 | --try takes AXIS=V,V with AXIS one of model, tp, pp, cp, micro-batch-size
 --try sequence-parallel=yes | --try sequence-parallel=yes: --sequence-parallel takes true or false
 --try zero=four | --try zero=four: --zero takes a whole number, not 'four'
 --budget=-1 | --budget is a number of trials or minutes above 0, as 12 or 90m, not '-1'

@@ -68,7 +68,7 @@ def test_with_output_in_a_file_the_lines_are_there_and_in_log_txt(tmp_path):
 
 def steps_of(skipped: int = 0, nan: int = 0) -> log_lines.Steps:
     """Two steps of 16 samples in half a second each, with a mean loss of 3.21043."""
-    return log_lines.Steps([16, 16], [0.5, 0.5], [3.0, 3.42086], skipped, nan)
+    return log_lines.Steps([16, 16], [2048, 2048], [0.5, 0.5], [3.0, 3.42086], skipped, nan)
 
 
 LEFT = round(93784.4 * 32)  # samples, at 32 a second
