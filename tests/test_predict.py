@@ -206,10 +206,10 @@ def test_outside_the_fitted_range_a_prediction_says_so():
         "seq_length 131072 is outside what was fitted on a100-80: 512 to 65536" in w for w in found
     )
     assert any("hidden 512" in w for w in found)
-    b200 = step_time.predict(
-        Job(preset("1b3"), layout, training(64), hardware.load("b200"))
+    mi300x = step_time.predict(
+        Job(preset("1b3"), layout, training(64), hardware.load("mi300x"))
     ).warnings
-    assert "no run on b200 was measured: predicted by its datasheet" in b200
+    assert "no run on mi300x was measured: predicted by its datasheet" in mi300x
 
 
 def test_ranks_that_share_cores_lose_nothing_by_a_bubble():
