@@ -214,7 +214,7 @@ class Batch:
     positions: Tensor | None = None
     rows: Tensor | None = None
     length: int | None = None
-    cp: Group = field(default_factory=Group)
+    cp: Group = field(default_factory=Group, compare=False)
     whole_labels: Tensor | None = None
 
     def labels_after(self, tokens: int) -> Tensor:
