@@ -175,7 +175,7 @@ def test_the_table_has_the_columns_that_are_asked_for():
     assert row["cost_per_billion_tokens"] == pytest.approx(2 * hours)
     assert row["kwh_per_billion_tokens"] == pytest.approx(0.4 * hours)
     assert f"{0.4 * hours:,.1f}" in priced.text
-    with pytest.raises(UserError, match="--price-per-gpu-hour goes with layouts and days"):
+    with pytest.raises(UserError, match="--price-per-gpu-hour goes with layouts, days and budget"):
         ask("model --model 1b3 --price-per-gpu-hour 2")
 
 
