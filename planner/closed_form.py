@@ -32,9 +32,6 @@ from schedules.partition import StageSpec
 # the mean number of blocks. In simulations of presets on A100 and H100, zb-v waited 0.06 to 0.4,
 # and interleaved 0.1 to 0.6. Ranks that share cores with others may not wait at all.
 FOLDED = 0.2
-# zb-v waits at least this share in the same simulations: its order is built only for rows that may
-# be the fastest with it, since building it takes the longest of all schedules.
-LEAST_FOLDED = 0.05
 UNEVEN = 0.3
 ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded
 
@@ -219,8 +216,7 @@ class ClosedForm:
         pipeline = self._pipeline(recomputed)
         after = sum(step_time.after_pipeline(self.job, self._most(recomputed)).values())
         likely = pipeline * (1 + self._waiting()) + after
-        folded = np.equal(self.job.layout.schedule, "zb-v") & (self.job.machine.ranks_per_core <= 1)
-        least = pipeline * (1 + np.where(folded, LEAST_FOLDED, 0.0)) + after
+        least = pipeline + after
         slowdown = self.job.machine.slowdown
         return slowdown * likely[:, 0], slowdown * least[:, 0]
 
