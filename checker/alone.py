@@ -129,7 +129,7 @@ def _of_gradients(state: trainer.TrainState, splits: data.Splits) -> Iterator[st
             if for_all:
                 flat = for_all[shard.master].view(-1)
                 stop = shard.offset + shard.stop - shard.start
-                gradients[shard.spec.name] = flat[shard.offset : stop].double().clone()
+                gradients[_key(shard)] = flat[shard.offset : stop].double().clone()
 
     state.optimizer.after_reduction.append(keep)
     trainer.run_passes(state, splits.train, 0)
@@ -147,6 +147,14 @@ def _of_gradients(state: trainer.TrainState, splits: data.Splits) -> Iterator[st
     if wrong:
         of = f"{len(wrong)} of {len(names)} gradients are no derivatives of the loss"
         yield f"{of}: {', '.join(wrong[:MOST])}"
+
+
+def _key(shard: Any) -> str:
+    """Return a shard's name: the parameter's, with its first element if it is not the whole.
+
+    Adafactor's masters are the experts' matrices, several of one parameter.
+    """
+    return f"{shard.spec.name}[{shard.start}:]" if shard.start else shard.spec.name
 
 
 def _differs(found: float, expected: list[float]) -> bool:
@@ -190,10 +198,10 @@ def _derivatives(
 def _moved(state: trainer.TrainState, move: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
     """Return what `run` gives with moved weights; they come back bit for bit."""
     optimizer = state.optimizer
-    shards = [shard for shard in optimizer.owned() if shard.spec.name in move]
+    shards = [shard for shard in optimizer.owned() if _key(shard) in move]
     kept = [shard.read("weights", shard.start, shard.stop).clone() for shard in shards]
     for shard, values in zip(shards, kept, strict=True):
-        shard.write("weights", shard.start, values + move[shard.spec.name])
+        shard.write("weights", shard.start, values + move[_key(shard)])
     optimizer.after_load()
     result = run()
     optimizer.discard()
