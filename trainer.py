@@ -91,15 +91,20 @@ class TrainState(ModelState):
     before_passes: list[Callable[[int, int], None]] = field(default_factory=list)
 
 
-def build(config: Config, context: Context | None = None) -> TrainState:
+def build(
+    config: Config, context: Context | None = None, least_bucket: int | None = None
+) -> TrainState:
     """Return this rank's stages, pipeline, batch reader and optimizer; collective over all ranks.
 
     config: options that passed validation.check; its schedule is not "auto". context: this rank's
-    connections to the other ranks; None for a world of one rank on the CPU.
+    connections to the other ranks; None for a world of one rank on the CPU. least_bucket: see
+    config.schema.bucket_elements.
     """
     model = build_model(config, context)
     config = model.config
-    optimizer = Optimizer(model.stages, model.factory, config.training, config.layout, config.model)
+    optimizer = Optimizer(
+        model.stages, model.factory, config.training, config.layout, config.model, least_bucket
+    )
     state = TrainState(**vars(model), optimizer=optimizer)
     if config.run.routing_file and optimizer.balance:
         routing = RoutingFile(config, model.factory, optimizer.balance.routers)

@@ -89,11 +89,13 @@ class Optimizer:
         training: Training,
         layout: Layout,
         model: ModelShape | None = None,
+        least_bucket: int | None = None,
     ):
         """Move the parameters of `stages`, which are all stages of this rank, into buffers.
 
-        model: needed if it has experts. Raise UserError if the optimizer's package is missing, or
-        if tensor parallelism cuts a matrix inside a block of 8-bit state.
+        model: needed if it has experts. least_bucket: see config.schema.bucket_elements. Raise
+        UserError if the optimizer's package is missing, or if tensor parallelism cuts a matrix
+        inside a block of 8-bit state.
         """
         self.mesh = factory.mesh
         self.training = training
@@ -102,6 +104,7 @@ class Optimizer:
         self.updates = 0  # the number of updates since the run began
         self._dtype = factory.dtype
         self._loss_weight = factory.loss_weight
+        self._least_bucket = least_bucket
         self.specs = [p.spec for p in stages.parameters()]
         self._targets = 1  # the number of targets that `begin_step` was given
         self._next_bucket = 0  # index of the bucket that is reduced next
@@ -158,7 +161,9 @@ class Optimizer:
         self, parameters: list[nn.Parameter], factory: ParamFactory, zero: int
     ) -> list[Bucket]:
         """Move parameters into buckets, with hooks that are told of each gradient; return them."""
-        self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
+        self.buckets = make_buckets(
+            parameters, self.mesh, self.training, zero, factory.dtype, self._least_bucket
+        )
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
         # optimizer would keep it alive for ever.

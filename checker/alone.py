@@ -17,6 +17,7 @@ from torch import Tensor
 
 import data
 import trainer
+from checker.shrink import LEAST_BUCKET
 from config import validation
 from config.schema import Config
 from data import Batch
@@ -38,14 +39,14 @@ def findings(config: Config, context: Context) -> Iterator[str]:
     training = dataclasses.replace(config.training, balance="none", router_z_loss=0.0)
     config = validation.check(dataclasses.replace(config, training=training), 1)
     splits = data.build(config)
-    state = trainer.build(config, context)
+    state = trainer.build(config, context, LEAST_BUCKET)
     try:
         batches = state.reader.batches(splits.train, 0, config)
         found = (_of_visibility(state, batches(index)) for index in range(SAMPLES))
         yield from next(filter(None, map(list, found)), [])
     finally:
         state.reader.close()
-    state = trainer.build(config, context)
+    state = trainer.build(config, context, LEAST_BUCKET)
     state.factory.loss_weight.adds_terms = False  # as auxiliary losses, they are not in the loss
     try:
         yield from _of_gradients(state, splits)

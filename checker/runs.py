@@ -14,18 +14,16 @@ import trainer
 from checker.alone import findings
 from checker.compare import Reference, Seen
 from checker.recorder import Piece, Recorder
+from checker.shrink import LEAST_BUCKET
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
-from config import schema, validation
+from config import validation
 from config.learning_rate import rate_at
 from config.schema import Config
 from distributed.context import Context
 from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
-
-# The buckets of a small model are small too: there are several, as in a large one.
-schema.LEAST_BUCKET = 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Worker:
         config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
         config, _ = pass_times.decide_schedule(config, context)
         splits = data.build(config)
-        state = trainer.build(config, context)
+        state = trainer.build(config, context, LEAST_BUCKET)
         recorder = Recorder(state)
         try:
             answer = _train(state, recorder, splits, context, job, chosen)

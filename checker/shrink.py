@@ -19,6 +19,7 @@ from config.validation import rotary_scaling
 
 LAYERS, LENGTH, VOCABULARY, EXPERTS = 4, 24, 61, 12
 HEADS = 6  # KV heads: tp 2 and 3 divide them, and cp 4 only in part
+LEAST_BUCKET = 1  # gradients: a small model has several buckets, as a large one has
 OFTEN = 13  # tokens of a vocabulary, one of which ends a document
 BATCH = 12  # samples in a step: dp 1 to 4, and micro-batches of 1 to 3
 # The first step has the weights as drawn, the second those of an update, which were gathered, the

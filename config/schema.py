@@ -45,13 +45,14 @@ GATED = ("swiglu", "geglu", "clamped_swiglu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 
 
-def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
+def bucket_elements(held: float, most: int = BUCKET_ELEMENTS, least: int | None = None) -> int:
     """Return the most gradients that several parameters may have in one bucket.
 
     A bucket is reduced over the replicas in one operation. held: the number of gradients on this
-    rank, to be divided among about BUCKETS buckets. most: an upper limit of the result.
+    rank, to be divided among about BUCKETS buckets. most: an upper limit of the result. least: a
+    lower one, LEAST_BUCKET if None.
     """
-    return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
+    return min(most, max(LEAST_BUCKET if least is None else least, int(held) // BUCKETS))
 
 
 # ---- The model and its layout --------------------------------------------------------------------

@@ -369,17 +369,24 @@ class _AddingHandle:
 
 
 def make_buckets(
-    parameters: list[nn.Parameter], mesh: Mesh, training: Training, zero: int, dtype: torch.dtype
+    parameters: list[nn.Parameter],
+    mesh: Mesh,
+    training: Training,
+    zero: int,
+    dtype: torch.dtype,
+    least: int | None = None,
 ) -> list[Bucket]:
     """Move parameters into buckets, whose parameters have the same key; return the buckets.
 
     The buckets are in the order in which the backward pass fills them. Each bucket adopts its
     parameters before the next is made, so that memory never holds all drawn parameters and all
-    buffers. dtype: compute precision. All whole matrices of a key are in one bucket, because more
-    matrices balance the sections better. UserError if tp cuts a matrix in a block of 8-bit state.
+    buffers. dtype: compute precision. least: as for bucket_elements. All whole matrices of a key
+    are in one bucket, because more matrices balance the sections better. UserError if tp cuts a
+    matrix in a block of 8-bit state.
     """
     parameters_of: dict[Key, list[list[nn.Parameter]]] = {}  # by key, a list for each bucket
-    largest = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)  # of a bucket
+    held = sum(p.numel() for p in parameters)
+    largest = bucket_elements(held, BUCKET_ELEMENTS, least)  # of a bucket
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
         if key.family == "blocks":
