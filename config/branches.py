@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
+from config.learning_rate import curve_of_run
 from config.past import BegunStage, Past
 from config.run_options import Training
 from config.stages import Stage, StagePlan
 
 # The options that a branch with --decay-tokens sets, in a run without stages.
-DECAY_SETS = (
-    *("steps", "train_samples", "lr_schedule"),
-    *("lr_decay_samples", "lr_wsd_decay_samples"),
-)
+DECAY_SETS = ("steps", "train_samples", "lr_schedule", "lr_decay_samples", "lr_wsd_decay_samples")
 NAME = "decay"  # the name of the stage of a branch
 
 
@@ -101,11 +99,12 @@ def _check_stable(training: Training, done: int, checkpoint: str, total: int | N
             "its peak: --decay-tokens needs the stable phase of wsd or constant"
         )
     end = training.lr_decay_samples or training.train_samples or total
-    decay = training.lr_wsd_decay_samples
     if end is None and training.steps is not None:
         end = training.steps * training.global_batch_size
-    begin = None if end is None else end - (decay or end // 10)
-    if begin is not None and done > begin:
+    if end is None:
+        return
+    begin = curve_of_run(training, end, 1).wsd_fall
+    if done > begin:
         raise UserError(
             f"{checkpoint} is after {done} samples, and the rate has fallen since {begin}: "
             "--decay-tokens needs a checkpoint of the stable phase"

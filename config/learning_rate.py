@@ -27,6 +27,11 @@ class Curve:
     wsd_decay: int | None = None
     style: str = "linear"
 
+    @property
+    def wsd_fall(self) -> int:
+        """Where wsd's stable phase ends and the rate falls; before the warmup's end, at that."""
+        return self.end - (self.wsd_decay or self.end // 10)
+
     def rate(self, done: int, step: int) -> float:
         """Return the rate of a step of length `step` that begins after `done`."""
         # In the warmup the rate is that of the step's last sample, so that no step has the rate 0.
@@ -40,7 +45,7 @@ class Curve:
             return self.low
         begin = self.warmup  # where the rate begins to fall
         if self.schedule == "wsd":
-            begin = max(begin, self.end - (self.wsd_decay or self.end // 10))
+            begin = max(begin, self.wsd_fall)
             if done <= begin:  # exactly, so that a stable run and its branches have one rate
                 return self.peak
         # How much of the way from `begin` to `end` is done: from 0, at `peak`, to 1, at `low`.
@@ -63,10 +68,10 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     (arXiv 2405.18392), or inverse-square-root: lr * sqrt(lr_warmup_samples / samples), never below
     the final rate.
     """
-    return _of_run(training, total, 1).rate(samples, batch)
+    return curve_of_run(training, total, 1).rate(samples, batch)
 
 
-def _of_run(training: Training, total: int, unit: int) -> Curve:
+def curve_of_run(training: Training, total: int, unit: int) -> Curve:
     """Return the schedule of a run's options.
 
     total: the length of the run. unit: how long a sample of the options is, in the unit of `total`.
@@ -101,7 +106,7 @@ def rate_at(config: Config, consumed: int, skipped: int, batch: int) -> float:
     step = batch * stage.length // unit
     total = config.tokens_at(config.total_samples)
     if not stage.stage.has_rate:
-        curve = _of_run(training, total // unit, config.model.seq_length // unit)
+        curve = curve_of_run(training, total // unit, config.model.seq_length // unit)
         return curve.rate(config.tokens_at(consumed) // unit, step)
     own = stage.stage
     later = [other.tokens for other in config.stages if other.tokens > stage.tokens]
