@@ -25,6 +25,7 @@ samples are the blocks with which the stream begins, those that were read first.
 import bisect
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,7 @@ from corpora.token_files import IndexedDataset
 RULE = 1  # the version of the order of a stream: cached orders of another version are not used
 
 
+@dataclass(eq=False)
 class Part:
     """A part of a stream: an epoch, or what a run has read before it had stages.
 
@@ -46,24 +48,13 @@ class Part:
     comes what is left. found: the cache's files, which are checked before each read.
     """
 
-    def __init__(
-        self,
-        order: np.ndarray,
-        ends: np.ndarray,
-        blocks: np.ndarray,
-        size: int,
-        first: int,
-        tokens: int,
-        found: Sequence[CachedArrays],
-    ):
-        """Keep what the class's text says of the arguments."""
-        self.order = order
-        self.ends = ends
-        self.blocks = blocks
-        self.size = size
-        self.first = first
-        self.tokens = tokens
-        self.found = found
+    order: np.ndarray
+    ends: np.ndarray
+    blocks: np.ndarray
+    size: int
+    first: int
+    tokens: int
+    found: Sequence[CachedArrays]
 
     def place(self, position: int) -> tuple[int, int]:
         """Return where a token of the part is in the joined text, and how many follow there.
@@ -266,6 +257,7 @@ class StageSamples(Protocol):
         """Return the number of samples in [first, stop) by corpus prefix."""
 
 
+@dataclass(eq=False)
 class OfStreams:
     """The samples of a stage that reads streams, by weight.
 
@@ -274,20 +266,11 @@ class OfStreams:
     sample is from; None: there is one corpus.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[CorpusStream],
-        positions: Sequence[int],
-        first: int,
-        length: int,
-        order: BlendOrder | None,
-    ):
-        """Keep what the class's text says of the arguments."""
-        self.streams = streams
-        self.positions = positions
-        self.first = first
-        self.length = length
-        self.order = order
+    streams: Sequence[CorpusStream]
+    positions: Sequence[int]
+    first: int
+    length: int
+    order: BlendOrder | None
 
     def _place(self, k: int) -> tuple[CorpusStream, int]:
         """Return the stream that has sample k, and the sample's position there."""
@@ -327,6 +310,7 @@ class OfStreams:
         return {s.dataset.prefix: count for s, count in zip(self.streams, counts)}
 
 
+@dataclass(eq=False)
 class Staged:
     """The samples of all stages of a run, by their numbers in the run.
 
@@ -334,18 +318,10 @@ class Staged:
     parts: the samples of each. total: the samples of the run.
     """
 
-    def __init__(
-        self,
-        begins: Sequence[int],
-        lengths: Sequence[int],
-        parts: Sequence[StageSamples],
-        total: int,
-    ):
-        """Keep what the class's text says of the arguments."""
-        self.begins = begins
-        self.lengths = lengths
-        self.parts = parts
-        self.total = total
+    begins: Sequence[int]
+    lengths: Sequence[int]
+    parts: Sequence[StageSamples]
+    total: int
 
     def __len__(self) -> int:
         return self.total
