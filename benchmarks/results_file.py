@@ -69,6 +69,26 @@ def from_options(options: argparse.Namespace) -> ResultsFile:
     return ResultsFile(options.keep, options.minutes)
 
 
+def main_in_parts(
+    about: str | None,
+    results: Path,
+    names: Iterable[str],
+    run: Callable[[str], list[dict]],
+    report: Callable[[list[dict[str, Any]]], str],
+) -> None:
+    """Be the program of a list that is made in parts: run what is not kept, and write its report.
+
+    about: the program's text, whose first line is its help. results: the file to write. names: of
+    all parts. run: returns the rows of a part, each with the part's `name`. report: of all rows.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    add_options(parser)
+    kept = from_options(parser.parse_args())
+    done = {row["name"] for row in kept.rows()}
+    kept.run(run, [name for name in names if name not in done])
+    results.write_text(report(kept.rows()))
+
+
 # ---- What a results file begins with -------------------------------------------------------------
 
 

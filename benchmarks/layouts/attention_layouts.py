@@ -9,7 +9,6 @@ benchmarks/results/attention.md. Results are kept in RESULTS.jsonl, a row for ea
 are there are not made again, and with --minutes none is begun after that.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -21,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import golden_worker
 from test_golden import POSITIONS, distance, reference, run_cases
 
-from benchmarks.results_file import add_options, from_options, head
+from benchmarks.results_file import head, main_in_parts
 from config import validation
 from config.errors import UserError
 
@@ -117,16 +116,10 @@ def report(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run what is not kept yet, and write the results file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser)
-    kept = from_options(parser.parse_args())
-    done = {row["name"] for row in kept.rows()}
-    names = [f"{n}/{first}" for n, count in LAYOUTS.items() for first in range(0, count, AT_ONCE)]
-    kept.run(run, [name for name in names if name not in done])
-    RESULTS.write_text(report(kept.rows()))
+def names() -> list[str]:
+    """Return the names of all parts: ranks and the first layout, such as `4/20`."""
+    return [f"{n}/{first}" for n, count in LAYOUTS.items() for first in range(0, count, AT_ONCE)]
 
 
 if __name__ == "__main__":
-    main()
+    main_in_parts(__doc__, RESULTS, names(), run, report)

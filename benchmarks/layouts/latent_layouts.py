@@ -11,7 +11,6 @@ planted in layouts with tp (tests/latent_worker.py), and the same comparison mus
 Results are kept in RESULTS.jsonl, so that the list can be made in parts, with --minutes.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from latent_worker import FAULTS
 from ranks import results_of
 from test_golden import distance, reference
 
-from benchmarks.results_file import add_options, from_options, head
+from benchmarks.results_file import head, main_in_parts
 from config import validation
 from config.errors import UserError
 
@@ -195,15 +194,5 @@ def planted_lines(rows: list[dict]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Run what is not kept yet, and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser)
-    kept = from_options(parser.parse_args())
-    done = {row["name"] for row in kept.rows()}
-    kept.run(run, [name for name in names() if name not in done])
-    RESULTS.write_text(report(kept.rows()))
-
-
 if __name__ == "__main__":
-    main()
+    main_in_parts(__doc__, RESULTS, names(), run, report)

@@ -7,7 +7,6 @@ FLOPs; wall-clock time on a shared machine would say nothing. Results are kept i
 that the list can be made in parts, with --minutes.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ import golden_worker
 from muon_layouts import MODES, ONE_STEP, drawn_jobs, largest_differences
 from ranks import results_of
 
-from benchmarks.results_file import add_options, from_options, head
+from benchmarks.results_file import head, main_in_parts
 from config.model_stats import model_flops
 from planner import muon_terms
 
@@ -173,15 +172,5 @@ def report(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run what is not kept yet, and write the results file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser)
-    kept = from_options(parser.parse_args())
-    done = {row["name"] for row in kept.rows()}
-    kept.run(run, [name for name in names() if name not in done])
-    RESULTS.write_text(report(kept.rows()))
-
-
 if __name__ == "__main__":
-    main()
+    main_in_parts(__doc__, RESULTS, names(), run, report)

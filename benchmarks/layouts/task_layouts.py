@@ -10,7 +10,6 @@ Then the pass over the tasks is timed beside an evaluation of as many tokens, in
 Results are kept in RESULTS.jsonl, so that the list can be made in parts, with --minutes.
 """
 
-import argparse
 import random
 import statistics
 import sys
@@ -29,7 +28,7 @@ from ranks import results_of
 
 import data
 import trainer
-from benchmarks.results_file import add_options, from_options, head
+from benchmarks.results_file import head, main_in_parts
 from config import validation
 from config.errors import UserError
 from corpora.tasks import Request, TaskSet
@@ -202,15 +201,5 @@ def report(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run what is not kept yet, and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser)
-    kept = from_options(parser.parse_args())
-    done = {row["name"] for row in kept.rows()}
-    kept.run(run, [name for name in names() if name not in done])
-    RESULTS.write_text(report(kept.rows()))
-
-
 if __name__ == "__main__":
-    main()
+    main_in_parts(__doc__, RESULTS, names(), run, report)
