@@ -258,11 +258,11 @@ def _of_batches(config: Config) -> list[str]:
     With several sizes, the line has the step at which each begins, and the number of samples before
     the last size begins.
     """
+    if config.stages:
+        return [_of_stages(config), *_of_skipped(config)]
     levels = config.batches.levels()
     last_level = levels[-1]
     text = f"{levels[0].batch} samples"
-    if config.stages:
-        return [_of_stages(config), *_of_skipped(config)]
     if len(levels) > 1:
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
         if len(sizes) > MOST_SIZES:

@@ -97,7 +97,6 @@ class NumericsTrace:
         returns the context in which a file of that path is written.
         """
         self.state = state
-        self.state = state
         self.config: Config = state.config
         self.factory: ParamFactory = state.factory
         self.optimizer: Optimizer = state.optimizer
