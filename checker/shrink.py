@@ -40,10 +40,12 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
         fewer = min(model.vocab_size, OFTEN)  # so that documents of random tokens end often
         model = dataclasses.replace(model, vocab_size=fewer)
     training, said = _training(config.training)
-    # Without RoPE a softmax takes no notice of the bias of keys: its gradient is rounding alone,
-    # which Adafactor divides by its own size, so that its update differs in every layout.
-    follows_rounding = training.optimizer == "adafactor" and model.positions != "rotary"
-    if follows_rounding and model.qkv_bias:
+    # A softmax takes no notice of the bias of the columns of keys that RoPE does not rotate: its
+    # gradient is rounding alone, which Adafactor divides by its own size, so that its update
+    # differs in every layout.
+    rotates_all = model.positions == "rotary" and model.rotary_fraction == 1.0
+    rotates_all &= model.rotary_blocks == "all"
+    if training.optimizer == "adafactor" and model.qkv_bias and not rotates_all:
         model = dataclasses.replace(model, qkv_bias=False)
         said.append("qkv-bias true -> false: Adafactor's update of the bias of keys is rounding")
     if on_gpus:
