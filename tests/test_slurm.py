@@ -46,7 +46,8 @@ def limited_job(slurm, tmp_path_factory) -> tuple[Path, str]:
 @pytest.mark.slow
 def test_srun_trains_over_two_nodes(tmp_path, limited_job):
     """Pre-flight checks the nodes, and the table shows the ranks of each node."""
-    launcher = srun_command(4, "--ntasks-per-node=2")
+    # Named: n3 may be free while a job of another test still ends on one of the two.
+    launcher = srun_command(4, "--ntasks-per-node=2", "--nodelist=n1,n2")
     command = [*launcher, sys.executable, "train.py", *WORDS, "--tp", "2", "--steps", "3"]
     with Job([*command, "--out", str(tmp_path)], tmp_path) as job:
         assert job.status() == 0, job.text
