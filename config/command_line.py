@@ -523,7 +523,7 @@ def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
     name = "--" + f.name.replace("_", "-")
     kind: Any = meta["item"] if meta["nargs"] else f.type
     default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-    text = meta["help"] + ("" if f.default is None else f" (default: {default})")
+    text = meta["help"] + ("" if f.default in (None, ()) else f" (default: {default})")
     keywords = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if kind is bool:
         section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)

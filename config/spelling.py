@@ -84,7 +84,6 @@ class Translation:
             finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
         return finished
 
-
     def _check_meaning(self, values: dict[str, Any]) -> None:
         """Note, or refuse, translated options that mean something else beside other options.
 
