@@ -64,9 +64,7 @@ def hunks_of(diff: str) -> Iterator[tuple[str, str, str]]:
 
 def copy_with(name: str, folder: Path) -> Path:
     """A copy of the code with an idea."""
-    left_out = shutil.ignore_patterns(
-        ".*", "runs", "tests", "benchmarks", "docs", "data", "__pycache__", "site"
-    )
+    left_out = shutil.ignore_patterns(".*", "runs", "tests", "benchmarks", "docs", "data", "site")
     code = folder / "code"
     shutil.copytree(ROOT, code, ignore=left_out)
     for path, old, new in hunks_of(IDEAS[name]):
@@ -115,6 +113,7 @@ def test_an_idea_is_equal_in_every_layout_and_its_missing_sum_is_found(name, tmp
     assert "DIFFERS" in found.out
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_does_not_know_and_goes_on(tmp_path):
     """Parameters that the options do not describe: counted, saved, resumed; no export drops them,
     and no code without them resumes from there.
