@@ -82,6 +82,7 @@ def test_the_command_names_the_model_as_it_was_given():
     assert asdict(run.model) == asdict(command_line.parse(asked.split()).model)
 
 
+@pytest.mark.slow
 def test_the_printed_command_starts_as_it_stands(tmp_path):
     """On two ranks of this machine, with its launcher, data and steps; it is not edited."""
     line = f"layouts {SHAPE} --gpu cpu --global-batch-size 4 --seq-length 32 --device cpu"

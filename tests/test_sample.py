@@ -120,6 +120,7 @@ WHILE_TRAINING = [
 ]
 
 
+@pytest.mark.slow
 def test_samples_while_training_are_the_same_under_every_layout(tmp_path):
     """After each of three steps, whose gradients they do not change."""
     spread = {"init_std": 0.2}  # so that samples are of different tokens

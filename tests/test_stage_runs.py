@@ -123,6 +123,7 @@ def test_a_restart_under_another_layout_goes_on(stages, whole, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_branches_are_three_uninterrupted_runs(stages, tmp_path):
     """Of a stable run without stages: wsd to the end of each; bit for bit in one layout."""
     data = ["--data", f"{Path(stages).parent}/a", "--order", "stable", "--global-batch-size", "4"]

@@ -127,6 +127,7 @@ def test_a_resume_with_another_batch_size_has_the_rate_of_what_is_consumed(tmp_p
     assert sorted(rates.values(), reverse=True) == list(rates.values())
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_data_options_of_the_run(tmp_path):
     write_chats(tmp_path)
     data = f"--data {tmp_path}/chats --split 1 --cache none "
