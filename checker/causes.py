@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from checker.compare import Difference, Part, Reference
-from checker.recorder import AFTER, GRADIENT, IN_USE, Key
+from checker.recorder import AFTER, GRADIENT, IN_USE, Key, without_call
 from config.schema import Layout
 
 CLOSE = 1e-6  # an explanation fits if no element is farther off, relative to the largest one
@@ -87,9 +87,9 @@ def _backward(reference: Reference, key: Key, layout: Layout) -> str:
     """Return the operations of the backward pass before the gradient of an input or an output."""
     step, kind, name = key
     forward = kind.removeprefix("gradient of ")
-    if (forward, name) == ("output", "head"):
+    if without_call(key)[2] == "head" and forward == "output":
         return WORDS["backward"]["losses"]
-    after = _after(reference, (step, forward, name))
+    after = without_call(_after(reference, (step, forward, name)))
     if after[2].endswith(".router.choice"):
         return _for(WORDS["backward"]["experts"], layout)
     words = [f"the backward of {_for(_forward(reference, after), layout)}"]
@@ -116,7 +116,7 @@ def _after(reference: Reference, key: Key) -> Key:
 
 def _forward(reference: Reference, key: Key) -> str:
     """Return the entry of FORWARD for a tensor of the forward pass."""
-    step, kind, name = key
+    step, kind, name = without_call(key)
     text = f"{kind} {name}"
     if name.endswith(".mlp") and (step, "output", f"{name}.router.weights") in reference.tensors:
         text += " experts" if kind == "output" else ""

@@ -122,6 +122,10 @@ def _parse(arguments: list[str]) -> Namespace:
             raise UserError(f"--parts are of {', '.join(SHARES)}, not {name!r}")
     if "resumed" in given.parts and not {"straight", "killed"} <= set(given.parts):
         raise UserError("the part resumed needs the parts straight and killed")
+    for name, part in (("line_rate", "network"), ("gpu", "model")):
+        if getattr(given, name) is not None and part not in given.parts:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is for the part {part}, which --parts leaves out")
     if given.gpu:
         from planner import hardware
 

@@ -60,9 +60,12 @@ def test_under_srun_groups_cross_the_nodes(tmp_path, slurm):
         (["--minutes", "0"], "--minutes is a number above 0, not 0"),
         (["--parts", "network,speed"], "not 'speed'"),
         (["--parts", "resumed"], "the part resumed needs the parts straight and killed"),
+        (["--parts", "network", "--gpu", "h100"], "--gpu is for the part model"),
+        (["--parts", "model", "--line-rate", "9"], "--line-rate is for the part network"),
+        (["--layouts", "3"], "unrecognized arguments: --layouts 3"),
         ([], "one rank is no cluster: start check.py --cluster with srun or mpirun"),
     ],
-    ids=["minutes", "part", "resumed", "alone"],
+    ids=["minutes", "part", "resumed", "gpu", "line rate", "another check's", "alone"],
 )
 def test_a_mistake_is_one_sentence(words, sentence):
     outcome = start([sys.executable, "check.py", "--cluster", *words])
