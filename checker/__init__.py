@@ -16,7 +16,7 @@ report    the lines that check.py prints
 A cluster's first day, check.py --cluster:
 
 cluster           agents on every rank of a launch, which run one part after the other
-cluster_worker    the ranks of a part: measure the network, compare layouts with one rank
+cluster_worker    the ranks of a part: measure the network, or do what engine does, in their world
 card              what came of the parts, and the page of it
 bandwidth         bandwidths, alpha and beta of timed collectives, and the line rate
 timed_collectives times collectives of the groups of a layout, and pairs of nodes

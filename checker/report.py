@@ -21,11 +21,11 @@ def line(outcome: Outcome) -> str:
     name = name_of(outcome.layout)
     if outcome.resumed_from is not None:
         name = f"resumed in {name}"
-    word, more = _what(outcome)
+    word, more = what(outcome)
     return printable(f"{word:{WIDTH}s} {name}{': ' * bool(more)}{more}")
 
 
-def _what(outcome: Outcome) -> tuple[str, str]:
+def what(outcome: Outcome) -> tuple[str, str]:
     """Return what came of a layout in one word, and in a few more."""
     if outcome.failure is not None:
         failure = outcome.failure

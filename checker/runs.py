@@ -60,9 +60,12 @@ class Answer:
 class Worker:
     """Does runs on a rank and compares their tensors with those of one rank."""
 
-    def __init__(self, reference: Reference | None = None):
-        """reference: the run of one rank; None: that is the run to do, and its pieces come back."""
-        self.reference = reference
+    def __init__(self, reference: Reference | None = None, looks_alone: bool = True):
+        """reference: the run of one rank; None: that is the run to do, and its pieces come back.
+
+        looks_alone: whether the one rank also checks itself (alone.py), on CPUs.
+        """
+        self.reference, self.looks_alone = reference, looks_alone
 
     def __call__(self, context: Context, job: Job) -> Answer:
         """Do a run on this rank; collective over the world."""
@@ -83,7 +86,7 @@ class Worker:
             state.reader.close()
         if self.reference is None:
             answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
-            if config.training.precision == "fp64":
+            if self.looks_alone and config.training.precision == "fp64":
                 answer.alone = list(findings(config, context))
         else:
             tp = config.layout.tp

@@ -9,6 +9,10 @@ import pytest
 from ranks import Job, mpirun, srun_command, start
 
 from checker.card import of_killed, of_layouts, of_network, page, verdict
+from checker.cluster_worker import row_of
+from checker.compare import Difference
+from checker.engine import Outcome
+from config.schema import Layout
 
 WORDS = ["check.py", "--cluster", "--device", "cpu", "--minutes", "9", "--line-rate", "10"]
 
@@ -90,6 +94,14 @@ def test_what_is_wrong_is_on_the_page(tmp_path):
     card = card_of(layouts=part)
     assert verdict(card) == "layouts: different (dp 2: losses of step 1: 2 for 1)"
     assert "* dp 2: losses of step 1: 2 for 1, losses 1.0e+00 off" in list(page(card))
+
+
+def test_a_layout_that_differs_has_its_first_tensor_on_the_page():
+    part = Difference((1, "output", "blocks.0.attention.qkv"), [], None)
+    row = row_of(Outcome(Layout(tp=2, dp=1), part), float("nan"))
+    assert row["differs"] == "step 1, the output of blocks.0.attention.qkv"
+    assert (row["layout"], row["off"]) == ("tp 2", None)
+    assert row_of(Outcome(Layout(tp=2, dp=1)), 0.0)["differs"] == ""
 
 
 def test_slow_links_of_gpus_are_wrong_and_of_busy_cores_are_named(tmp_path):

@@ -1,8 +1,8 @@
-"""Plants sixty faults into copies of the code, and asks check.py, called as a user calls it.
+"""Plants eighty faults into copies of the code, and asks check.py, called as a user calls it.
 
     python benchmarks/faults/check_faults.py --keep RESULTS.jsonl [--minutes 60] [--only WORD]
 
-check_faults.toml has the faults: a search and a replacement in one file, the options of a run that
+check_faults.toml has the faults: searches and replacements in one file, the options of a run that
 uses the faulty code, and what check.py must print. A fault is found if check.py ends with status 1.
 Its tensor is named if the line of the first tensor matches, and its operation if the lines of the
 operations between that tensor and the last equal one, or of the likely cause, match.
@@ -40,7 +40,9 @@ to 40, so that the seconds say little. Five of the sixty have no row. Four ended
 check.py itself, mended since, by which ZeRO 3 failed; and with other seeds on tensor ranks it was
 found, but the first tensor named was head.weight: parameters did not yet have the order of their
 use."""
+STRANGERS = "twenty by somebody who does not know check.py"
 LIMIT = 900.0  # seconds of a call
+EDIT = ("find", "replace")
 
 
 def copy_of_code(folder: Path) -> None:
@@ -54,14 +56,17 @@ def copy_of_code(folder: Path) -> None:
 
 
 def plant(fault: dict[str, Any], folder: Path) -> None:
-    """Replace the fault's text in a copy; UserError unless it is there once."""
+    """Replace the fault's texts in a copy; UserError unless each is there once."""
     path = folder / fault["file"]
     text = path.read_text()
-    if text.count(fault["find"]) != 1:
-        raise UserError(
-            f"{fault['name']}: {fault['file']} has its text {text.count(fault['find'])} times"
-        )
-    path.write_text(text.replace(fault["find"], fault["replace"]))
+    texts = [fault[key] if isinstance(fault[key], list) else [fault[key]] for key in EDIT]
+    for find, replace in zip(*texts, strict=True):
+        if text.count(find) != 1:
+            raise UserError(
+                f"{fault['name']}: {fault['file']} has its text {text.count(find)} times"
+            )
+        text = text.replace(find, replace)
+    path.write_text(text)
 
 
 def asked(runs: dict[str, str], fault: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,7 +75,7 @@ def asked(runs: dict[str, str], fault: dict[str, Any]) -> list[dict[str, Any]]:
         folder = Path(name)
         copy_of_code(folder)
         plant(fault, folder)
-        options = shlex.split(f"{runs[fault['run']]} {fault.get('options', '')}")
+        options = shlex.split(f"{runs.get(fault.get('run', ''), '')} {fault.get('options', '')}")
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "check.py", *options],
@@ -114,6 +119,7 @@ def report(faults: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     for name, some in (
         ("all", done),
         ("the first twenty", [fault for fault in done if fault.get("first")]),
+        (STRANGERS, [fault for fault in done if fault.get("stranger")]),
     ):
         results = [judged(fault, row_of[fault["name"]]) for fault in some]
         columns = [str(sum(result[n] for result in results)) for n in range(3)]
