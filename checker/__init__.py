@@ -1,6 +1,7 @@
 """Is a change right in every layout? Runs of small models, compared with one rank in fp64.
 
 shrink    the user's run at sizes that take the same paths through the code
+thresholds  sizes from which the code takes another path, small too
 corpora   small corpora of random documents, in the place of the user's
 layouts   layouts that cover every pair of axes and options
 ranks     worlds of ranks, forked from this process, that do one run after another

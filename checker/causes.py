@@ -23,6 +23,7 @@ from config.schema import Layout
 
 CLOSE = 1e-6  # an explanation fits if no element is farther off, relative to the largest one
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+INNER = ("input", "output")
 # What a layout does, by the conditions of words.toml.
 DOES: dict[str, Callable[[Layout], bool]] = {
     "tp": lambda x: x.tp > 1,
@@ -33,6 +34,7 @@ DOES: dict[str, Callable[[Layout], bool]] = {
     "sequence_parallel": lambda x: bool(x.sequence_parallel),
     "zb": lambda x: x.splits_backward,
     "zero2": lambda x: x.zero == 2 and _replicas(x) > 1,
+    "zero3": lambda x: x.zero == 3 and _replicas(x) > 1,
     "sharded": lambda x: x.zero > 0 and _replicas(x) > 1,
     "unsharded": lambda x: x.zero == 0 or _replicas(x) == 1,
 }
@@ -75,12 +77,30 @@ def operations(reference: Reference, key: Key, layout: Layout) -> str:
     if kind == AFTER and re.search(r"router\.(bias|load)", name):
         return words["router"]
     if kind in words:
-        return _for(words[kind], layout)
+        text = words[kind]
+        if kind == GRADIENT and (use := _use(reference, key)):
+            text = text.replace(words["product"], f"the backward of {use}")
+        return _for(text, layout)
     if kind.startswith("gradient of "):
         return _backward(reference, key, layout)
     if kind in ("output", "input"):
-        return _for(_forward(reference, key), layout)
+        text = _forward(reference, key)
+        is_read = name in ("tokens", "labels")
+        return _for(text + ("" if is_read else "{zero3:, ZeRO's gather of the weights}"), layout)
     return words["state"]
+
+
+def _use(reference: Reference, key: Key) -> str:
+    """Return what a module that has layers of its own computes with a parameter; else nothing."""
+    step, _, name = key
+    module = name.rpartition(".")[0]
+    if not any(
+        other.startswith(f"{module}.") for _, kind, other in reference.order if kind in INNER
+    ):
+        return ""
+    if module.endswith(".attention"):
+        return _forward(reference, (step, "input", f"{module}.out"))
+    return _forward(reference, (step, "output", module))
 
 
 def _backward(reference: Reference, key: Key, layout: Layout) -> str:

@@ -15,6 +15,7 @@ from checker.alone import findings
 from checker.compare import Reference, Seen
 from checker.recorder import Piece, Recorder
 from checker.shrink import LEAST_BUCKET
+from checker.thresholds import use_small_ones
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import validation
@@ -24,6 +25,8 @@ from distributed.context import Context
 from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
+
+EVALUATED_AFTER = 2  # the step with an evaluation after it, beside the last: what it leaves behind
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Worker:
         self.reference, self.looks_alone = reference, looks_alone
 
     def __call__(self, context: Context, job: Job) -> Answer:
-        """Do a run on this rank; collective over the world."""
+        """Do a run on this rank, whose process does runs of checks alone; collective."""
+        use_small_ones()
         if context.size > 1:
             # Values of an earlier run must not be taken for this one's.
             store = dist.PrefixStore(f"job {job.number}", context.store)
@@ -128,16 +132,19 @@ def _train(
         answer.losses.append(result.loss)
         answer.norms.append(result.grad_norm)
         answer.loads.append(result.expert_loads or [])
+        if iteration == EVALUATED_AFTER:
+            found = _evaluations(state, splits)
+            answer.evaluated = {f"{name} after step {iteration}": loss for name, loss in found}
         if iteration == job.save and checkpoints is not None:
             checkpoints.save_to_stop(done)
             return answer
     answer.unequal = [x.sentence for x in differing_replicas(state.stages, state.optimizer, mesh)]
-    answer.evaluated = dict(_evaluations(state, splits))
+    answer.evaluated |= dict(_evaluations(state, splits))
     return answer
 
 
 def _evaluations(state: trainer.TrainState, splits: data.Splits) -> Any:
-    """Yield the name and the loss of each evaluation after the last step."""
+    """Yield the name and the loss of each evaluation."""
     for name, (samples, count) in splits.evaluations(state.config.data.eval_samples).items():
         yield name, trainer.evaluate(state, samples, count)
         if state.config.data.eval_ema:

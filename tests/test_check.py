@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from checker.drawn import drawn
 from checker.layouts import VALUES, cover, name_of, ranks_of, read, some
 from checker.recorder import Piece
 from checker.shrink import shrink, unsaid
+from checker.thresholds import SMALL
 from config import command_line, validation
 from config.errors import UserError
 from config.schema import Layout
@@ -305,6 +307,24 @@ def test_the_operations_of_a_second_call_are_those_of_the_first():
         layout = Layout(tp=2, dp=1)
         assert operations(of_both, second, layout) == operations(of_both, first, layout)
         assert title(second) == f"{title(first).partition(':')[0]} (call 2)"
+
+
+def test_the_gradient_of_a_tensor_that_attention_uses_names_attention():
+    """A linear layer multiplies its matrix with its input; others are used in some other way."""
+    names = ("blocks.0.attention.out", "blocks.0.attention.out.weight", "blocks.0.attention.sinks")
+    one = Reference([piece(WHOLE, 1, names[0])], {})
+    words = [operations(one, (1, "gradient", name), Layout(tp=2, dp=1)) for name in names[1:]]
+    assert words[0].startswith("the product with the layer's input, the sum over micro-batches")
+    assert words[1].startswith("the backward of attention: positions, mask and softmax, the sum")
+
+
+def test_thresholds_are_where_they_are_said_to_be():
+    """A constant that has moved would leave its path unchecked."""
+    for (module, name), value in SMALL.items():
+        there = getattr(import_module(module), name)
+        assert (there["cpu"] if isinstance(there, dict) else there) > (
+            value["cpu"] if isinstance(value, dict) else value
+        )
 
 
 # ---- The program ---------------------------------------------------------------------------------

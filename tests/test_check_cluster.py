@@ -97,11 +97,12 @@ def test_what_is_wrong_is_on_the_page(tmp_path):
 
 
 def test_a_layout_that_differs_has_its_first_tensor_on_the_page():
+    layout = Layout(tp=2, dp=1, micro_batch_size=2, pad_vocab_multiple=1)
     part = Difference((1, "output", "blocks.0.attention.qkv"), [], None)
-    row = row_of(Outcome(Layout(tp=2, dp=1), part), float("nan"))
+    row = row_of(Outcome(layout, part), float("nan"))
     assert row["differs"] == "step 1, the output of blocks.0.attention.qkv"
     assert (row["layout"], row["off"]) == ("tp 2", None)
-    assert row_of(Outcome(Layout(tp=2, dp=1)), 0.0)["differs"] == ""
+    assert row_of(Outcome(layout), 0.0)["differs"] == ""
 
 
 def test_slow_links_of_gpus_are_wrong_and_of_busy_cores_are_named(tmp_path):
