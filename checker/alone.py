@@ -194,7 +194,7 @@ def _derivatives(
         for sign in (1.0, -1.0):
             move = {name: d * (sign * step / size) for name, d in direction.items()}
             moved = _moved(state, move, lambda: trainer.run_passes(state, splits.train, 0)[0])
-            sums.append(float(moved))
+            sums.append(float(moved.sum()))  # with --z-loss there are two sums
         derivatives.append((sums[0] - sums[1]) / (2 * step * tokens))
     return derivatives
 

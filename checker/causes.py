@@ -35,6 +35,7 @@ DOES: dict[str, Callable[[Layout], bool]] = {
     "zb": lambda x: x.splits_backward,
     "zero2": lambda x: x.zero == 2 and _replicas(x) > 1,
     "zero3": lambda x: x.zero == 3 and _replicas(x) > 1,
+    "several": lambda x: x.tp * _replicas(x) > 1,
     "sharded": lambda x: x.zero > 0 and _replicas(x) > 1,
     "unsharded": lambda x: x.zero == 0 or _replicas(x) == 1,
 }
@@ -80,6 +81,8 @@ def operations(reference: Reference, key: Key, layout: Layout) -> str:
         text = words[kind]
         if kind == GRADIENT and (use := _use(reference, key)):
             text = text.replace(words["product"], f"the backward of {use}")
+        if ".experts." in name:
+            text = text.replace(words["replicas"], words["replicas_of_experts"])
         return _for(text, layout)
     if kind.startswith("gradient of "):
         return _backward(reference, key, layout)

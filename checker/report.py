@@ -45,7 +45,8 @@ def verdict(
     wrong = [outcome for outcome in outcomes if not outcome.is_equal]
     ending = f", {left} not run" if left else ""
     if not wrong:
-        yield f"equal: {len(outcomes)} layouts compute what one rank does{ending} ({seconds:.0f} s)"
+        number = f"{len(outcomes)} layouts compute" if len(outcomes) > 1 else "1 layout computes"
+        yield f"equal: {number} what one rank does{ending} ({seconds:.0f} s)"
         return
     yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending} ({seconds:.0f} s)"
     trained = [outcome for outcome in outcomes if outcome.resumed_from is None]

@@ -110,10 +110,12 @@ def unsaid(
             is_said = re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
             if is_said or group == "layout" or getattr(was, name) == getattr(now, name):
                 continue
-            if group == "run":
+            values = [getattr(each, name) for each in (was, now)]
+            if group == "run" or values[1] is None:
                 without.append(f"--{flag}")
-            else:
-                changed.append(f"{flag} {getattr(was, name)} -> {getattr(now, name)}")
+                continue
+            texts = [" ".join(v) if isinstance(v, tuple) else str(v) for v in values]
+            changed.append(f"{flag} {texts[0]} -> {texts[1]}")
     if changed:
         yield ", ".join(changed)
     if without:

@@ -209,11 +209,17 @@ def one_rank(tmp_path, words: str) -> list[str]:
 DOCUMENTS = f"{GPT} --positions rotary --eod-token 0 --reset-attention --mask-eod-loss"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [GPT, DOCUMENTS, f"{GPT} --set window=128 sinks=true", MOE, f"{GPT} --objective prefix"],
-    ids=["causal", "documents", "windows", "experts", "prefix"],
-)
+RIGHT = {
+    "causal": GPT,
+    "documents": DOCUMENTS,
+    "windows": f"{GPT} --set window=128 sinks=true",
+    "experts": MOE,
+    "prefix": f"{GPT} --objective prefix",
+    "z-loss": f"{GPT} --z-loss 0.01",
+}
+
+
+@pytest.mark.parametrize("words", RIGHT.values(), ids=RIGHT)
 def test_one_rank_is_right(tmp_path, words):
     assert one_rank(tmp_path, words) == []
 
