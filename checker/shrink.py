@@ -22,7 +22,7 @@ from config.validation import rotary_scaling
 
 LAYERS, LENGTH, VOCABULARY, EXPERTS = 4, 24, 61, 12
 HEADS = 6  # KV heads: tp 2 and 3 divide them, and cp 4 only in part
-LEAST_BUCKET = 1  # gradients: a small model has several buckets, as a large one has
+LEAST_BUCKET = 4000  # gradients: several buckets, each with several parameters, as in a large model
 OFTEN = 13  # tokens of a vocabulary, one of which ends a document
 CLIP = 0.02  # below every gradient norm of a small model: each step is clipped
 BATCH = 12  # samples in a step: dp 1 to 4, and micro-batches of 1 to 3
