@@ -114,6 +114,12 @@ class Recorder:
             return np.split(self.positions, tp)[self.mesh.place["tp"]]
         return None
 
+    def _rows_of(self, x: Tensor) -> np.ndarray | None:
+        """Return the positions of the rows of a tensor (s, b, ...), or None if it is none."""
+        if x.dim() < 2 or x.shape[1] != self.layout.micro_batch_size:
+            return None
+        return self._rows(x.shape[0])
+
     def _samples(self) -> np.ndarray:
         """Return the samples of the running micro-batch, from 0 in the step."""
         size = self.layout.micro_batch_size
@@ -224,11 +230,15 @@ class Recorder:
         self.micro_batch = before
 
     def _add(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
-        """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here."""
-        if not self.is_on or x.dim() < 2 or x.shape[1] != self.layout.micro_batch_size:
-            return
-        rows = self._rows(x.shape[0])
-        if rows is None:
+        """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here.
+
+        A stack of them, (n, s, b), such as losses and z-losses, counts as (s, b, n).
+        """
+        rows = self._rows_of(x)
+        if rows is None and x.dim() == 3:
+            x = x.permute(1, 2, 0)
+            rows = self._rows_of(x)
+        if rows is None or not self.is_on:
             return
         values = _array(x)
         if shape is not None and np.prod(shape) == values.shape[-1]:

@@ -15,7 +15,7 @@ from checker.alone import findings
 from checker.compare import Reference, Seen
 from checker.recorder import Piece, Recorder
 from checker.shrink import LEAST_BUCKET
-from checker.thresholds import use_small_ones
+from checker.thresholds import small_thresholds
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import validation
@@ -70,9 +70,9 @@ class Worker:
         """
         self.reference, self.looks_alone = reference, looks_alone
 
+    @small_thresholds()
     def __call__(self, context: Context, job: Job) -> Answer:
-        """Do a run on this rank, whose process does runs of checks alone; collective."""
-        use_small_ones()
+        """Do a run on this rank; collective over the world."""
         if context.size > 1:
             # Values of an earlier run must not be taken for this one's.
             store = dist.PrefixStore(f"job {job.number}", context.store)

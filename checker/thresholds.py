@@ -1,11 +1,14 @@
 """Sizes from which the code takes another path, so small that a small run takes it.
 
-    use_small_ones()        in a process that does nothing but check
+    with small_thresholds():
+        ...                     a run of a check
 
 A tensor of a real run is cut into parts that fit a cache, is written by several ranks, or is sent
 by another algorithm. None of a small run is that large.
 """
 
+import contextlib
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -26,9 +29,15 @@ SMALL: dict[tuple[str, str], Any] = {
 }
 
 
-def use_small_ones() -> None:
-    """Set the sizes in their modules, for the rest of this process."""
-    for (module, name), value in SMALL.items():
-        imported = import_module(module)
-        getattr(imported, name)  # AttributeError if it is called otherwise now
-        setattr(imported, name, value)
+@contextlib.contextmanager
+def small_thresholds() -> Iterator[None]:
+    """Have the small sizes in their modules, in this process, until the context ends."""
+    modules = {module: import_module(module) for module, _ in SMALL}
+    before = {(module, name): getattr(modules[module], name) for module, name in SMALL}
+    try:
+        for (module, name), value in SMALL.items():
+            setattr(modules[module], name, value)
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(modules[module], name, value)
