@@ -23,6 +23,7 @@ from config.schema import Layout
 
 CLOSE = 1e-6  # an explanation fits if no element is farther off, relative to the largest one
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+LEAST_FITTED = 8  # elements that a factor is fitted to: fewer fit by chance
 INNER = ("input", "output")
 # What a layout does, by the conditions of words.toml.
 DOES: dict[str, Callable[[Layout], bool]] = {
@@ -269,8 +270,14 @@ def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> I
     pairs = list(zip(difference.wrong, earlier))
     if all(_fits(part.piece.values, values, scale) for part, values in pairs):
         yield "it is that of the step before: stale"
-    elif all(_fits(part.piece.values, part.expected + values, scale) for part, values in pairs):
-        yield "that of the step before is still in it: not cleared"
+        return
+    off = np.concatenate([(p.piece.values - p.expected).ravel() for p in difference.wrong])
+    old = np.concatenate([values.ravel() for values in earlier])
+    # Clipping has multiplied a gradient that was left in its buffer.
+    share = float(off @ old) / float(old @ old) if old.any() else 0.0
+    if abs(share) > CLOSE and old.size >= LEAST_FITTED and _fits(off, share * old, scale):
+        times = "" if abs(share - 1) < CLOSE else f", times {share:.4g}, as if clipped"
+        yield f"that of the step before is still in it: not cleared{times}"
 
 
 def _at(whole: np.ndarray, part: Part) -> Any:

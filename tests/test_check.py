@@ -183,6 +183,21 @@ def test_values_are_explained(parts, words):
     assert words in " ".join(explanations(ONE, found, layout))
 
 
+@pytest.mark.parametrize(
+    ("share", "words"), [(1, "not cleared"), (0.02, "times 0.02, as if clipped")]
+)
+def test_what_is_left_of_the_step_before_is_explained(share, words):
+    before = np.random.default_rng(1).normal(size=WHOLE.shape)
+    both = Reference([piece(before, step=1), piece(WHOLE, step=2)], {})
+    mesh = Mesh()
+    mesh.rank, mesh.place = 0, {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    found = first_difference(
+        both, [Seen.by(both, [piece(WHOLE + share * before, step=2)], 1, mesh)]
+    )
+    assert found is not None
+    assert words in " ".join(explanations(both, found, Layout(dp=1)))
+
+
 def test_a_number_that_is_not_finite_differs():
     found = difference_of(Layout(dp=1), [({}, [piece(np.full_like(WHOLE, np.inf))])])
     assert found is not None
