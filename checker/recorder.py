@@ -184,7 +184,9 @@ class Recorder:
         if name.startswith("blocks.") and name.count(".") == 1:
             return  # a block's input is the sum of two tensors: the output of the block before
         for other, known in self.held:
-            if x is other:
+            # A block's norm may run as a part of a sum, and has no output of its own then.
+            is_norm = known[1].partition(" (call ")[0].endswith("_norm")
+            if x is other and not is_norm:
                 self.aliases[self._called(name)] = known
                 return
         self._see("input", self._called(name), x)
