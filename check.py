@@ -12,7 +12,7 @@ All of train.py's options are taken, and these:
     --minutes M       begin no further layout after so many minutes
     --all             do not stop early: else a difference ends the check when 6 layouts have run
     --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
-                      --seed draws others
+                      of train.py's options it takes --seed alone, which draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
     --cuda            on this machine's GPUs, in bf16 with its bounds; not tried on several GPUs
 
@@ -46,7 +46,7 @@ from config import errors  # imported first: it prints an error if Python is too
 
 with errors.installed():
     from checker.layouts import cover, ranks_of, read, some, to_resume
-    from checker.shrink import shrink
+    from checker.shrink import shrink, unsaid
     from config import validation
     from config.cli import Parser
     from config.command_line import SHAPE, Request, parse_request
@@ -59,8 +59,16 @@ MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
 ENOUGH = 6  # layouts that tell where a difference comes from
 OWN = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
-OWN += ("--at-once", "--cuda")
+OWN += ("--at-once", "--cuda", "--cluster")
 OF_TRAIN = ("--layers",)
+# Options that do not go together, and why.
+APART = {
+    ("layout", "layouts"): "a check has the layouts that are named, or picks so many",
+    ("layout", "ranks"): "a layout that is named says how many ranks it has",
+    ("random", "layout"): "random runs have random layouts",
+    ("random", "all"): "random runs never stop early",
+    ("random", "cuda"): "random runs are compared in fp64, on CPUs",
+}
 SAVED_AFTER = 1  # the step after which the resumed run is saved
 
 
@@ -77,15 +85,18 @@ def main(arguments: list[str]) -> int:
     for word in train_arguments:  # what is nearly one of this program's options
         if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:
             raise UserError(f"unknown argument {word!r}{near}")
-    ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
-    if not 1 <= ranks <= MOST_RANKS:
-        raise UserError(f"--ranks is from 1 to {MOST_RANKS}, not {ranks}")
+    _check_options(given)
     if given.random:
-        seed = _request(train_arguments).config.training.seed
-        return _check_random(given, ranks, seed)
+        flags = [word.partition("=")[0] for word in train_arguments if word.startswith("--")]
+        if others := [flag for flag in flags if flag not in ("--seed", "--help")]:
+            raise UserError(f"--random draws its runs: give it no {', '.join(others)}")
     request = _request(train_arguments)
+    ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
+    if given.random:
+        return _check_random(given, ranks, request.config.training.seed)
     with tempfile.TemporaryDirectory(prefix="trine-check-") as folder:
         small, lines = shrink(request.config, Path(folder), given.cuda)
+        lines += unsaid(request.config, small, request.given, lines)
         validation.check(small, 1)
         chosen = [read(text, small) for text in given.layout or ()]
         chosen = chosen or cover(small, ranks, given.layouts)
@@ -101,6 +112,22 @@ def main(arguments: list[str]) -> int:
             print(f"small: {text}")
         sys.stdout.flush()
         return _check(small, chosen, given, Path(folder))
+
+
+def _check_options(given: Namespace) -> None:
+    """Raise UserError if one of this program's options is out of range or goes with no other."""
+    for name in ("layouts", "ranks", "random", "at_once"):
+        value = getattr(given, name)
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and value < 1:
+            raise UserError(f"{flag} is at least 1, not {value}")
+    if given.ranks is not None and given.ranks > MOST_RANKS:
+        raise UserError(f"--ranks is from 1 to {MOST_RANKS}, not {given.ranks}")
+    if given.minutes is not None and not 0 < given.minutes < float("inf"):
+        raise UserError(f"--minutes is a number above 0, not {given.minutes:g}")
+    for (one, other), why in APART.items():
+        if getattr(given, one) and getattr(given, other):
+            raise UserError(f"give one of --{one} and --{other}: {why}")
 
 
 def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Path) -> int:
@@ -203,7 +230,7 @@ def _parser() -> Parser:
     parser.add_argument("--ranks", type=int, metavar="N")
     parser.add_argument("--minutes", type=float, metavar="M")
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--random", type=int, metavar="N")
     parser.add_argument("--at-once", type=int, metavar="N")
     parser.add_argument("--cuda", action="store_true")
     return parser

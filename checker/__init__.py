@@ -1,6 +1,7 @@
 """Is a change right in every layout? Runs of small models, compared with one rank in fp64.
 
 shrink    the user's run at sizes that take the same paths through the code
+thresholds  sizes from which the code takes another path, small too
 corpora   small corpora of random documents, in the place of the user's
 layouts   layouts that cover every pair of axes and options
 ranks     worlds of ranks, forked from this process, that do one run after another
@@ -16,7 +17,7 @@ report    the lines that check.py prints
 A cluster's first day, check.py --cluster:
 
 cluster           agents on every rank of a launch, which run one part after the other
-cluster_worker    the ranks of a part: measure the network, compare layouts with one rank
+cluster_worker    the ranks of a part: measure the network, or do what engine does, in their world
 card              what came of the parts, and the page of it
 bandwidth         bandwidths, alpha and beta of timed collectives, and the line rate
 timed_collectives times collectives of the groups of a layout, and pairs of nodes

@@ -83,14 +83,17 @@ def _of_visibility(state: trainer.TrainState, batch: Batch) -> Iterator[str]:
 
 
 def _losses(stage: Any, batch: Batch) -> Tensor:
-    """Return the loss of each token, (b, s), as the head returns it in a pass of the stage."""
+    """Return the loss of each token, (b, s), as the head returns it in a pass of the stage.
+
+    If the head runs several times, such as for later tokens too, the losses are added.
+    """
     returned: list[torch.Tensor] = []
     hook = stage.head.register_forward_hook(lambda head, given, found: returned.append(found))
     try:
         stage(batch.tokens, batch)
     finally:
         hook.remove()
-    return returned[0].t()
+    return torch.stack(returned).sum(0).t()
 
 
 def _dependence(config: Config, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -191,7 +194,7 @@ def _derivatives(
         for sign in (1.0, -1.0):
             move = {name: d * (sign * step / size) for name, d in direction.items()}
             moved = _moved(state, move, lambda: trainer.run_passes(state, splits.train, 0)[0])
-            sums.append(float(moved))
+            sums.append(float(moved.sum()))  # with --z-loss there are two sums
         derivatives.append((sums[0] - sums[1]) / (2 * step * tokens))
     return derivatives
 

@@ -223,7 +223,8 @@ def _network(found: dict[str, Any]) -> Iterator[str]:
 
 def _layouts(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a line for each layout."""
-    yield "Losses, gradient norms and replicas of a small GPT in fp64, three steps."
+    yield "Every tensor of a small GPT in fp64, three steps. Where one differs, logs/layouts-0.txt"
+    yield "has the operations before it."
     yield ""
     for row in rows:
         off = f", losses {row['off']:.1e} off" if row["off"] is not None else ""

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from checker.compare import Difference, Part, Reference
-from checker.recorder import AFTER, GRADIENT, IN_USE, Key
+from checker.recorder import AFTER, GRADIENT, IN_USE, Key, without_call
 from config.schema import Layout
 
 CLOSE = 1e-6  # an explanation fits if no element is farther off, relative to the largest one
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+LEAST_FITTED = 8  # elements that a factor is fitted to: fewer fit by chance
+INNER = ("input", "output")
 # What a layout does, by the conditions of words.toml.
 DOES: dict[str, Callable[[Layout], bool]] = {
     "tp": lambda x: x.tp > 1,
@@ -33,6 +35,8 @@ DOES: dict[str, Callable[[Layout], bool]] = {
     "sequence_parallel": lambda x: bool(x.sequence_parallel),
     "zb": lambda x: x.splits_backward,
     "zero2": lambda x: x.zero == 2 and _replicas(x) > 1,
+    "zero3": lambda x: x.zero == 3 and _replicas(x) > 1,
+    "several": lambda x: x.tp * _replicas(x) > 1,
     "sharded": lambda x: x.zero > 0 and _replicas(x) > 1,
     "unsharded": lambda x: x.zero == 0 or _replicas(x) == 1,
 }
@@ -75,21 +79,41 @@ def operations(reference: Reference, key: Key, layout: Layout) -> str:
     if kind == AFTER and re.search(r"router\.(bias|load)", name):
         return words["router"]
     if kind in words:
-        return _for(words[kind], layout)
+        text = words[kind]
+        if kind == GRADIENT and (use := _use(reference, key)):
+            text = text.replace(words["product"], f"the backward of {use}")
+        if ".experts." in name:
+            text = text.replace(words["replicas"], words["replicas_of_experts"])
+        return _for(text, layout)
     if kind.startswith("gradient of "):
         return _backward(reference, key, layout)
     if kind in ("output", "input"):
-        return _for(_forward(reference, key), layout)
+        text = _forward(reference, key)
+        is_read = name in ("tokens", "labels")
+        return _for(text + ("" if is_read else "{zero3:, ZeRO's gather of the weights}"), layout)
     return words["state"]
+
+
+def _use(reference: Reference, key: Key) -> str:
+    """Return what a module that has layers of its own computes with a parameter; else nothing."""
+    step, _, name = key
+    module = name.rpartition(".")[0]
+    if not any(
+        other.startswith(f"{module}.") for _, kind, other in reference.order if kind in INNER
+    ):
+        return ""
+    if module.endswith(".attention"):
+        return _forward(reference, (step, "input", f"{module}.out"))
+    return _forward(reference, (step, "output", module))
 
 
 def _backward(reference: Reference, key: Key, layout: Layout) -> str:
     """Return the operations of the backward pass before the gradient of an input or an output."""
     step, kind, name = key
     forward = kind.removeprefix("gradient of ")
-    if (forward, name) == ("output", "head"):
+    if without_call(key)[2] == "head" and forward == "output":
         return WORDS["backward"]["losses"]
-    after = _after(reference, (step, forward, name))
+    after = without_call(_after(reference, (step, forward, name)))
     if after[2].endswith(".router.choice"):
         return _for(WORDS["backward"]["experts"], layout)
     words = [f"the backward of {_for(_forward(reference, after), layout)}"]
@@ -116,7 +140,7 @@ def _after(reference: Reference, key: Key) -> Key:
 
 def _forward(reference: Reference, key: Key) -> str:
     """Return the entry of FORWARD for a tensor of the forward pass."""
-    step, kind, name = key
+    step, kind, name = without_call(key)
     text = f"{kind} {name}"
     if name.endswith(".mlp") and (step, "output", f"{name}.router.weights") in reference.tensors:
         text += " experts" if kind == "output" else ""
@@ -246,8 +270,14 @@ def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> I
     pairs = list(zip(difference.wrong, earlier))
     if all(_fits(part.piece.values, values, scale) for part, values in pairs):
         yield "it is that of the step before: stale"
-    elif all(_fits(part.piece.values, part.expected + values, scale) for part, values in pairs):
-        yield "that of the step before is still in it: not cleared"
+        return
+    off = np.concatenate([(p.piece.values - p.expected).ravel() for p in difference.wrong])
+    old = np.concatenate([values.ravel() for values in earlier])
+    # Clipping has multiplied a gradient that was left in its buffer.
+    share = float(off @ old) / float(old @ old) if old.any() else 0.0
+    if abs(share) > CLOSE and old.size >= LEAST_FITTED and _fits(off, share * old, scale):
+        times = "" if abs(share - 1) < CLOSE else f", times {share:.4g}, as if clipped"
+        yield f"that of the step before is still in it: not cleared{times}"
 
 
 def _at(whole: np.ndarray, part: Part) -> Any:

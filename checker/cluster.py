@@ -68,12 +68,15 @@ SMALL = (
 )
 # The small run's steps and the steps between saves: on a GPU a step takes a few milliseconds.
 STEPS = {"cuda": (400, 40), "cpu": (60, 6)}
+# The model that others know. The GPU day (benchmarks/gpu/gpu_day.py) trains it on one GPU, with as
+# many samples a GPU, so that the ratio of tokens/s is what more GPUs lose.
 KNOWN = {
-    "cuda": "--model 1b3 --precision bf16 --micro-batch-size 4 --recompute selective",
+    "cuda": "--model 1b3 --precision bf16 --micro-batch-size 4",
     "cpu": "--layers 4 --hidden 128 --heads 4 --seq-length 128 --vocab-size 2048 --precision fp32 "
     "--micro-batch-size 2",
 }
 STEPS_OF_KNOWN = 12
+MICRO_BATCHES = 8  # of a step of the known model, on each replica
 SECONDS_TO_FOLLOW = 20.0  # that ranks get to end by themselves when another one has failed
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -122,12 +125,23 @@ def _parse(arguments: list[str]) -> Namespace:
             raise UserError(f"--parts are of {', '.join(SHARES)}, not {name!r}")
     if "resumed" in given.parts and not {"straight", "killed"} <= set(given.parts):
         raise UserError("the part resumed needs the parts straight and killed")
+    for name, part in (("line_rate", "network"), ("gpu", "model")):
+        if getattr(given, name) is not None and part not in given.parts:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is for the part {part}, which --parts leaves out")
     if given.gpu:
         from planner import hardware
 
         hardware.load(given.gpu)  # raises UserError for an unknown one
     check_folder("--out", given.out)
     return given
+
+
+def known_model(device: str, replicas: int) -> list[str]:
+    """Return the options of the model that others know, with a batch for so many replicas."""
+    known = KNOWN[device].split()
+    samples = int(known[known.index("--micro-batch-size") + 1]) * MICRO_BATCHES * replicas
+    return [*known, "--global-batch-size", str(samples)]
 
 
 class Agent:
@@ -224,9 +238,7 @@ class Agent:
 
     def _model(self) -> None:
         """Train a model that others know, with replicas of it alone."""
-        known = KNOWN[self.device].split()
-        samples = int(known[known.index("--micro-batch-size") + 1]) * 4 * self.context.size
-        words = ["train.py", *known, "--global-batch-size", str(samples)]
+        words = ["train.py", *known_model(self.device, self.context.size)]
         words += ["--steps", str(STEPS_OF_KNOWN), "--log-every", "1"]
         words += ["--out", str(self.out / "model"), "--device", self.device]
         statuses = self._start("model", words)

@@ -10,28 +10,27 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
-import data
-import trainer
+import torch.distributed as dist
+
 from checker import layouts, shrink
 from checker.bandwidth import columns, line_rate, slow_links
+from checker.compare import Reference
+from checker.engine import Outcome, difference_of
+from checker.report import verdict, what
+from checker.runs import Job, Worker
 from checker.timed_collectives import Plan, World, check_sum, measure, pair_scan
 from config import command_line, validation
 from config.errors import UserError, sentences
-from config.learning_rate import rate_at
 from config.run_options import Run
 from config.schema import Config, Layout
 from distributed.context import Context, start
 from distributed.launch import Launch, discover
-from telemetry.pass_times import decide_schedule
-from telemetry.replica_check import differing_replicas
 
 LAYOUTS = 12
-# fp64 on CPUs and GPUs: rounding is millions of times smaller than what a missing sum changes.
-TOLERANCE = 1e-9
 PAIR_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**22)}
 MOST_NODES = 64  # a scan of all pairs takes a round for each node
@@ -107,58 +106,51 @@ def chosen(config: Config, ranks: int) -> list[Layout]:
     return [found[names[int(i * step)]] for i in range(min(LAYOUTS, len(names)))]
 
 
-def trained(config: Config, context: Context | None) -> dict[str, Any]:
-    """Return the losses and gradient norms of a run, and the replicas that differ; collective."""
-    config, _ = decide_schedule(config, context)
-    splits = data.build(config)
-    state = trainer.build(config, context)
-    losses, norms = [], []
-    for iteration in range(config.total_steps):
-        consumed = config.batches.consumed(iteration)
-        batch = config.batches.batch(consumed)
-        lr = rate_at(config, consumed, 0, batch)
-        result = trainer.step(state, splits.train, consumed, lr)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-    mesh = state.factory.mesh
-    unequal = [each.sentence for each in differing_replicas(state.stages, state.optimizer, mesh)]
-    state.reader.close()
-    return {"losses": losses, "norms": norms, "unequal": unequal}
-
-
-def difference(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
-    """Yield what of a layout's run is not as on one rank."""
-    for name in ("losses", "norms"):
-        for step, (a, b) in enumerate(zip(found[name], expected[name], strict=True), 1):
-            if not abs(a - b) <= TOLERANCE * max(abs(b), 1e-300):
-                yield f"{name} of step {step}: {a:.12g} for {b:.12g}"
-                break
-    yield from found["unequal"]
+def row_of(outcome: Outcome, off: float) -> dict[str, Any]:
+    """Return what came of a layout. off: the largest difference of a loss, relative to it."""
+    word, more = what(outcome)
+    differs = "" if outcome.is_equal else more or word
+    return {
+        "layout": layouts.name_of(outcome.layout),
+        "differs": differs,
+        "off": off if math.isfinite(off) else None,
+    }
 
 
 def compare(launch: Launch, folder: Path, options: dict[str, Any]) -> None:
-    """Train the small run in each layout, and on rank 0 alone before: it has the expected run."""
+    """Run the small run in each layout, and on rank 0 alone before: it has the expected run.
+
+    The page gets a line a layout; the verdict on all of them, with tensor and operation, is the
+    last that rank 0 prints.
+    """
     config = small_run(folder, options["device"])
     plain = Run(device=options["device"], watchdog=False)
-    expected = {}
+    expected: list[Any] = [None, None]
     if launch.rank == 0:
         alone = dataclasses.replace(config, layout=dataclasses.replace(config.layout, dp=1))
-        expected = trained(validation.check(alone, 1), start(Launch("python"), plain))
+        one = Worker(looks_alone=False)(start(Launch("python"), plain), Job(alone))
+        reference = Reference(one.pieces, one.aliases, config.training.precision)
+        expected = [dataclasses.replace(one, pieces=[]), reference]
     context = start(launch, plain)
     with context.failing_loudly(), open(folder / "layouts.jsonl", "a") as file:
-        for layout in chosen(config, context.size):
-            of_layout = dataclasses.replace(config, layout=layout)
-            found = trained(validation.check(of_layout, context.size), context)
-            if context.rank == 0:
-                words = next(difference(found, expected), "")
-                loss = max(
-                    abs(a - b) / max(abs(b), 1e-300)
-                    for a, b in zip(found["losses"], expected["losses"])
-                )
-                row: dict[str, Any] = {"layout": layouts.name_of(layout), "differs": words}
-                row["off"] = loss if math.isfinite(loss) else None
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+        dist.broadcast_object_list(expected)
+        one, reference = expected
+        outcomes = []
+        began = time.monotonic()
+        for number, layout in enumerate(chosen(config, context.size), 1):
+            job = Job(dataclasses.replace(config, layout=layout), number=number)
+            answers: list[Any] = [None] * context.size
+            dist.all_gather_object(answers, Worker(reference)(context, job))
+            if context.rank:
+                continue
+            outcome = Outcome(layout, difference_of(reference, one, answers))
+            outcomes.append(outcome)
+            pairs = zip(answers[0].losses, one.losses, strict=True)
+            off = max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs)
+            file.write(json.dumps(row_of(outcome, off)) + "\n")
+            file.flush()
+        if outcomes:
+            print(*verdict(reference, outcomes, 0, time.monotonic() - began), sep="\n", flush=True)
     context.stop()
 
 

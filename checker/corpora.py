@@ -26,8 +26,11 @@ def small_data(data: Data, model: ModelShape, seed: int, folder: Path) -> tuple[
     """
     said = []
     changed: dict[str, Any] = {"eval_samples": SAMPLES, "eval_every": 0, "skip_samples": None}
+    changed |= {"stages": None, "eval_tasks": None}
     if data.skip_samples:
         said.append("--skip-samples is left out")
+    if data.cache not in (None, "none"):
+        said.append("--cache: orders of samples are not kept")
     end = data.eod_token
     if end is not None and end >= model.vocab_size:
         end = END
@@ -43,7 +46,7 @@ def small_data(data: Data, model: ModelShape, seed: int, folder: Path) -> tuple[
         changed["data"] = tuple(small_prefix.get(str(word), word) for word in data.data)
         for number, path in enumerate(small_prefix.values()):
             _write(path, model.vocab_size, END if end is None else end, seed + number)
-        said.append(f"random documents in the place of {', '.join(map(str, prefixes))}")
+        said.append(f"--data: random documents in the place of {', '.join(map(str, prefixes))}")
     sets = []
     for number, each in enumerate(parse_eval_sets(data.eval_data or ())):
         path = str(folder / f"evaluated{number}")
@@ -51,6 +54,7 @@ def small_data(data: Data, model: ModelShape, seed: int, folder: Path) -> tuple[
         sets.append(f"{each.name}={path}:{SAMPLES - 5 * number % SAMPLES}")
     if sets:
         changed["eval_data"] = tuple(sets)
+        said.append("--eval-data: random documents")
     return dataclasses.replace(data, **changed), said
 
 

@@ -48,6 +48,38 @@ class Outcome:
         return self.difference is None and self.failure is None
 
 
+def difference_of(
+    reference: Reference, one: Answer, answers: list[Answer], begin: int = 0
+) -> Difference | None:
+    """Return what of a layout's run is not one rank's, or None.
+
+    one: the answer of one rank, whose tensors `reference` has. answers: of the layout's ranks.
+    begin: the steps that were done before a resume.
+    """
+    difference = first_difference(reference, [answer.seen for answer in answers if answer.seen])
+    more = list(_others(reference, one, answers, begin))
+    if difference is None and more:
+        difference = Difference((-1, "number", more[0].partition(":")[0]), [], None)
+    if difference is not None:
+        difference.more = more
+    return difference
+
+
+def _others(reference: Reference, one: Answer, answers: list[Answer], begin: int) -> Iterator[str]:
+    """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
+    first, most = answers[0], reference.tolerance
+    for name, loss in one.evaluated.items():
+        other = first.evaluated.get(name, float("nan"))
+        if not abs(other - loss) <= most * abs(loss):
+            yield f"{name} loss: {other:.12g} for {loss:.12g}"
+    for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
+        if not all(abs(a - b) <= most * abs(a) for a, b in zip(loads, others)):
+            yield f"loads of experts of step {step}: {others} for {loads}"
+            break
+    for sentence in [x for answer in answers for x in answer.unequal][:1]:
+        yield f"replicas: {sentence}"
+
+
 class Engine:
     """Worlds of ranks and the run of one rank with which others are compared."""
 
@@ -127,29 +159,9 @@ class Engine:
         seconds = time.monotonic() - self.began
         if isinstance(answers, Failure):
             return Outcome(layout, failure=answers, seconds=seconds)
-        difference = first_difference(self.reference, [answer.seen for answer in answers])
-        more = list(self._others(answers, begin))
-        if difference is None and more:
-            difference = Difference((-1, "number", more[0].partition(":")[0]), [], None)
-        if difference is not None:
-            difference.more = more
+        assert self.one is not None  # it ran before
+        difference = difference_of(self.reference, self.one, answers, begin)
         return Outcome(layout, difference, seconds=seconds)
-
-    def _others(self, answers: list[Answer], begin: int) -> Iterator[str]:
-        """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
-        first, one = answers[0], self.one
-        assert one is not None  # it ran before
-        for name, loss in one.evaluated.items():
-            other = first.evaluated.get(name, float("nan"))
-            if not abs(other - loss) <= self.reference.tolerance * abs(loss):
-                yield f"{name} loss: {other:.12g} for {loss:.12g}"
-        for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
-            most = self.reference.tolerance
-            if not all(abs(a - b) <= most * abs(a) for a, b in zip(loads, others)):
-                yield f"loads of experts of step {step}: {others} for {loads}"
-                break
-        for sentence in [x for answer in answers for x in answer.unequal][:1]:
-            yield f"replicas: {sentence}"
 
     def resume(
         self, saved_by: Layout, layouts: Sequence[Layout], step: int, folder: Path

@@ -75,9 +75,15 @@ def read(text: str, config: Config) -> Layout:
         is_name = plain in known
         words.append(f"--{word.removeprefix('--')}" if is_name else word)
     any_model = ["--layers", "1", "--hidden", "1", "--heads", "1"]  # a command line has a model
-    given = command_line.parse([*any_model, *words]).layout
+    request = command_line.parse_request([*any_model, *words])
+    given = request.config.layout
+    others = request.given - {field.name for field in dataclasses.fields(Layout)}
+    others -= {"layers", "hidden", "heads"} - {word.lstrip("-").partition("=")[0] for word in words}
+    if others:
+        names = ", ".join(sorted(name.replace("_", "-") for name in others))
+        raise UserError(f"--layout {text!r} has options that are not of a layout: {names}")
     size = given.micro_batch_size
-    if "micro-batch-size" not in text:
+    if "micro_batch_size" not in request.given:
         divides = config.training.global_batch_size % (2 * (given.dp or 1)) == 0
         size = 2 if divides and not config.training.rampup_batch_size else 1
     layout = dataclasses.replace(
@@ -86,7 +92,7 @@ def read(text: str, config: Config) -> Layout:
         dp=given.dp or 1,
         sequence_parallel=bool(given.sequence_parallel),
         overlap_param_gather=bool(given.overlap_param_gather),
-        pad_vocab_multiple=1 if "pad-vocab-multiple" not in text else given.pad_vocab_multiple,
+        pad_vocab_multiple=given.pad_vocab_multiple if "pad_vocab_multiple" in request.given else 1,
     )
     try:
         validation.check(dataclasses.replace(config, layout=layout), ranks_of(layout))

@@ -10,6 +10,10 @@ it has; of parameters which elements. The tensors are inputs and outputs of modu
 modules are, the gradients of both, the weights with which a pass computes, gradients after their
 reduction, and the optimizer's state. compare.py puts a single rank's pieces together.
 
+A module that runs several times in a pass, such as a block that is used twice, has a tensor for
+each of its calls; the second one's name ends in " (call 2)". A module that several parts of the
+model share has the name of the first one.
+
 The places are computed here and not by the code that is checked: a rank that reads wrong samples
 must not be believed.
 """
@@ -62,6 +66,8 @@ class Recorder:
         # is another one's output has the name of the latter, which `aliases` keeps.
         self.held: list[tuple[Tensor, tuple[str, str]]] = []
         self.aliases: dict[str, tuple[str, str]] = {}
+        self.watched: set[nn.Module] = set()
+        self.calls: dict[str, int] = {}  # of each module, so far in this pass
         self.positions = self._positions(state.config.model.seq_length)
         for index, stage in state.pipeline.stages.items():
             stage.register_forward_pre_hook(partial(self._begin_stage, index))
@@ -108,6 +114,12 @@ class Recorder:
             return np.split(self.positions, tp)[self.mesh.place["tp"]]
         return None
 
+    def _rows_of(self, x: Tensor) -> np.ndarray | None:
+        """Return the positions of the rows of a tensor (s, b, ...), or None if it is none."""
+        if x.dim() < 2 or x.shape[1] != self.layout.micro_batch_size:
+            return None
+        return self._rows(x.shape[0])
+
     def _samples(self) -> np.ndarray:
         """Return the samples of the running micro-batch, from 0 in the step."""
         size = self.layout.micro_batch_size
@@ -118,19 +130,32 @@ class Recorder:
 
     def _watch(self, name: str, module: nn.Module) -> None:
         """Register the hooks of a module that sees tokens in their order."""
-        if isinstance(module, HeldExperts):  # its rows are sorted by expert
+        if isinstance(module, HeldExperts) or module in self.watched:  # rows sorted by expert
             return
+        self.watched.add(module)
+        module.register_forward_pre_hook(partial(self._begin_call, name))
         if isinstance(module, Router):
             module.register_forward_hook(partial(self._router, name))
             return
         module.register_forward_pre_hook(partial(self._input, name, module))
         module.register_forward_hook(partial(self._output, name))
 
+    def _begin_call(self, name: str, *_: Any) -> None:
+        """Count a call in a stage's forward pass; a recomputation is none."""
+        if self.micro_batch is not None:
+            self.calls[name] = self.calls.get(name, 0) + 1
+
+    def _called(self, name: str, part: str = "") -> str:
+        """Return the name of a tensor of the running call of a module. part: a part's name."""
+        number = self.calls[name]
+        return f"{name}{part}" + (f" (call {number})" if number > 1 else "")
+
     def _begin_stage(self, index: int, stage: Any, inputs: tuple) -> None:
         if not self.is_on:
             return
         self.micro_batch = self.passes.get(index, 0)
         self.passes[index] = self.micro_batch + 1
+        self.calls = {}
         batch = inputs[1] if len(inputs) > 1 else None
         if batch is None:
             return
@@ -159,24 +184,27 @@ class Recorder:
         if name.startswith("blocks.") and name.count(".") == 1:
             return  # a block's input is the sum of two tensors: the output of the block before
         for other, known in self.held:
-            if x is other:
-                self.aliases[name] = known
+            # A block's norm may run as a part of a sum, and has no output of its own then.
+            is_norm = known[1].partition(" (call ")[0].endswith("_norm")
+            if x is other and not is_norm:
+                self.aliases[self._called(name)] = known
                 return
-        self._see("input", name, x)
+        self._see("input", self._called(name), x)
 
     def _output(self, name: str, module: nn.Module, _: tuple, output: Any) -> None:
         if self.micro_batch is None:
             return
+        called = self._called(name)
         if isinstance(output, Tensor):
-            self._see("output", name, output, _local_shape(module, self.layout.tp))
+            self._see("output", called, output, _local_shape(module, self.layout.tp))
         elif isinstance(output, tuple) and name.startswith("blocks.") and name.count(".") == 1:
             residual, y = output  # a block's output is their sum; both have its gradient
-            self._add("output", name, residual + y)
-            self._watch_gradient("output", name, y, None)
+            self._add("output", called, residual + y)
+            self._watch_gradient("output", called, y, None)
         elif isinstance(output, list | tuple):
             for number, x in enumerate(output):
                 if isinstance(x, Tensor):
-                    self._see("output", f"{name}.{number}", x)
+                    self._see("output", self._called(name, f".{number}"), x)
 
     def _see(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
         """Record a tensor of the forward pass, and later its gradient."""
@@ -204,11 +232,15 @@ class Recorder:
         self.micro_batch = before
 
     def _add(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
-        """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here."""
-        if not self.is_on or x.dim() < 2 or x.shape[1] != self.layout.micro_batch_size:
-            return
-        rows = self._rows(x.shape[0])
-        if rows is None:
+        """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here.
+
+        A stack of them, (n, s, b), such as losses and z-losses, counts as (s, b, n).
+        """
+        rows = self._rows_of(x)
+        if rows is None and x.dim() == 3:
+            x = x.permute(1, 2, 0)
+            rows = self._rows_of(x)
+        if rows is None or not self.is_on:
             return
         values = _array(x)
         if shape is not None and np.prod(shape) == values.shape[-1]:
@@ -226,12 +258,12 @@ class Recorder:
         if whole is None:
             return
         place = whole[places // samples], self._samples()[places % samples]
-        key = self.step, "output", f"{name}.choice"
+        key = self.step, "output", self._called(name, ".choice")
         self.pieces.append(Piece(key, place, _array(experts), paired=True))
-        key = self.step, "output", f"{name}.weights"
+        key = self.step, "output", self._called(name, ".weights")
         self.pieces.append(Piece(key, place, _array(weights), paired=True))
         if weights.requires_grad:
-            key = self.step, "gradient of output", f"{name}.weights"
+            key = self.step, "gradient of output", self._called(name, ".weights")
 
             def add(grad: Tensor) -> None:
                 self.pieces.append(Piece(key, place, _array(grad), paired=True))
@@ -268,6 +300,12 @@ class Recorder:
         kept = elements >= 0
         piece = Piece(key, (elements[kept],), numbers[kept], False, True)
         self.pieces.append(piece)
+
+
+def without_call(key: Key) -> Key:
+    """Return the key of the tensor of a module's first call in a pass."""
+    step, kind, name = key
+    return step, kind, name.partition(" (call ")[0]
 
 
 def _array(x: Tensor) -> np.ndarray:

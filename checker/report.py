@@ -21,11 +21,11 @@ def line(outcome: Outcome) -> str:
     name = name_of(outcome.layout)
     if outcome.resumed_from is not None:
         name = f"resumed in {name}"
-    word, more = _what(outcome)
+    word, more = what(outcome)
     return printable(f"{word:{WIDTH}s} {name}{': ' * bool(more)}{more}")
 
 
-def _what(outcome: Outcome) -> tuple[str, str]:
+def what(outcome: Outcome) -> tuple[str, str]:
     """Return what came of a layout in one word, and in a few more."""
     if outcome.failure is not None:
         failure = outcome.failure
@@ -45,7 +45,8 @@ def verdict(
     wrong = [outcome for outcome in outcomes if not outcome.is_equal]
     ending = f", {left} not run" if left else ""
     if not wrong:
-        yield f"equal: {len(outcomes)} layouts compute what one rank does{ending} ({seconds:.0f} s)"
+        number = f"{len(outcomes)} layouts compute" if len(outcomes) > 1 else "1 layout computes"
+        yield f"equal: {number} what one rank does{ending} ({seconds:.0f} s)"
         return
     yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending} ({seconds:.0f} s)"
     trained = [outcome for outcome in outcomes if outcome.resumed_from is None]

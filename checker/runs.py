@@ -15,6 +15,7 @@ from checker.alone import findings
 from checker.compare import Reference, Seen
 from checker.recorder import Piece, Recorder
 from checker.shrink import LEAST_BUCKET
+from checker.thresholds import small_thresholds
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import validation
@@ -24,6 +25,8 @@ from distributed.context import Context
 from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
+
+EVALUATED_AFTER = 2  # the step with an evaluation after it, beside the last: what it leaves behind
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,14 @@ class Answer:
 class Worker:
     """Does runs on a rank and compares their tensors with those of one rank."""
 
-    def __init__(self, reference: Reference | None = None):
-        """reference: the run of one rank; None: that is the run to do, and its pieces come back."""
-        self.reference = reference
+    def __init__(self, reference: Reference | None = None, looks_alone: bool = True):
+        """reference: the run of one rank; None: that is the run to do, and its pieces come back.
 
+        looks_alone: whether the one rank also checks itself (alone.py), on CPUs.
+        """
+        self.reference, self.looks_alone = reference, looks_alone
+
+    @small_thresholds()
     def __call__(self, context: Context, job: Job) -> Answer:
         """Do a run on this rank; collective over the world."""
         if context.size > 1:
@@ -83,7 +90,7 @@ class Worker:
             state.reader.close()
         if self.reference is None:
             answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
-            if config.training.precision == "fp64":
+            if self.looks_alone and config.training.precision == "fp64":
                 answer.alone = list(findings(config, context))
         else:
             tp = config.layout.tp
@@ -125,16 +132,19 @@ def _train(
         answer.losses.append(result.loss)
         answer.norms.append(result.grad_norm)
         answer.loads.append(result.expert_loads or [])
+        if iteration == EVALUATED_AFTER:
+            found = _evaluations(state, splits)
+            answer.evaluated = {f"{name} after step {iteration}": loss for name, loss in found}
         if iteration == job.save and checkpoints is not None:
             checkpoints.save_to_stop(done)
             return answer
     answer.unequal = [x.sentence for x in differing_replicas(state.stages, state.optimizer, mesh)]
-    answer.evaluated = dict(_evaluations(state, splits))
+    answer.evaluated |= dict(_evaluations(state, splits))
     return answer
 
 
 def _evaluations(state: trainer.TrainState, splits: data.Splits) -> Any:
-    """Yield the name and the loss of each evaluation after the last step."""
+    """Yield the name and the loss of each evaluation."""
     for name, (samples, count) in splits.evaluations(state.config.data.eval_samples).items():
         yield name, trainer.evaluate(state, samples, count)
         if state.config.data.eval_ema:

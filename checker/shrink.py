@@ -1,6 +1,7 @@
 """The user's run at small sizes that take the same paths through the code.
 
     small, lines = shrink(config, folder)
+    lines += unsaid(config, small, given, lines)
 
 Options that choose code stay: windows, latent attention, experts and their balance, the optimizer,
 a ramp-up, masks of documents. Sizes become small, and such that they do not divide evenly where the
@@ -8,19 +9,22 @@ user's may not. An option that this file does not know stays as the user gave it
 """
 
 import dataclasses
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from checker.corpora import small_data
 from config.block_attention import flags_of
 from config.run_options import Run, Training
-from config.schema import Config, Layout, ModelShape
+from config.schema import GROUPS, Config, Layout, ModelShape
 from config.validation import rotary_scaling
 
 LAYERS, LENGTH, VOCABULARY, EXPERTS = 4, 24, 61, 12
 HEADS = 6  # KV heads: tp 2 and 3 divide them, and cp 4 only in part
-LEAST_BUCKET = 1  # gradients: a small model has several buckets, as a large one has
+LEAST_BUCKET = 4000  # gradients: several buckets, each with several parameters, as in a large model
 OFTEN = 13  # tokens of a vocabulary, one of which ends a document
+CLIP = 0.02  # below every gradient norm of a small model: each step is clipped
 BATCH = 12  # samples in a step: dp 1 to 4, and micro-batches of 1 to 3
 # The first step has the weights as drawn, the second those of an update, which were gathered, the
 # third an update with moments; later ones do nothing that is new.
@@ -88,6 +92,37 @@ def _lines(config: Config, small: Config) -> list[str]:
     if was != now:
         changed.append(f"global-batch-size {was} -> {now}")
     return [", ".join(changed)] if changed else []
+
+
+def unsaid(
+    config: Config, small: Config, given: Collection[str], lines: Collection[str]
+) -> Iterator[str]:
+    """Yield lines on the given options that the small run has not, and that `lines` do not name.
+
+    given: names of options of `config`, the user's run. small: the run that was made of it.
+    """
+    text = " ".join(lines)
+    changed, without = [], []
+    for group, cls in GROUPS.items():
+        was, now = getattr(config, group), getattr(small, group)
+        for name in (field.name for field in dataclasses.fields(cls) if field.name in given):
+            flag = name.replace("_", "-")
+            is_said = re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
+            if is_said or group == "layout" or getattr(was, name) == getattr(now, name):
+                continue
+            values = [getattr(each, name) for each in (was, now)]
+            if group == "run" or values[1] is None:
+                without.append(f"--{flag}")
+                continue
+            texts = [" ".join(v) if isinstance(v, tuple) else str(v) for v in values]
+            changed.append(f"{flag} {texts[0]} -> {texts[1]}")
+    if changed:
+        yield ", ".join(changed)
+    if without:
+        yield f"without {', '.join(without)}"
+    if of_layout := [n for n in given if n in {f.name for f in dataclasses.fields(Layout)}]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_layout))
+        yield f"without {flags}: the check picks layouts, or takes those of --layout"
 
 
 def _model(model: ModelShape) -> ModelShape:
@@ -204,6 +239,7 @@ def _training(training: Training) -> tuple[Training, list[str]]:
         changed["batch_schedule"] = ("0:6", f"{BATCH * LENGTH}:{BATCH}")
     # Rates that are too small would hide an update that is wrong.
     changed["lr"] = max(training.lr, 1e-3) if training.lr else 0.0
+    changed["clip_grad"] = min(training.clip_grad, CLIP)
     changed["adam_eps"] = max(training.adam_eps, 1e-8)
     for name in ("lr_warmup_samples", "lr_wsd_decay_samples"):
         if getattr(training, name):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that one GPU should be used for, with the Python and torch of the machine; several GPUs and nodes are tried by
-# `srun python check.py --cluster` (docs/clusters.md). DIR gets gpu-day.md,
+# All that one GPU should be used for, with the Python and torch of the machine. Several GPUs and nodes are tried by
+# `srun python check.py --cluster` (docs/clusters.md), which trains the model of the part `train` on all of them. DIR gets gpu-day.md,
 # gpu-day.json, gpu-day.log, calibration.toml and machine.toml; with --parts it keeps what it has of other
 # parts.
 #

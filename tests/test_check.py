@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import subprocess
 import sys
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 
@@ -14,14 +16,16 @@ from ranks import ROOT, fork_one, fork_ranks, start
 
 import attention_masks
 import parallel
-from benchmarks.faults.check_faults import asked, judged
+from benchmarks.faults.check_faults import asked, copy_of_code, judged
 from checker.alone import findings
-from checker.causes import explanations, shared
+from checker.causes import explanations, operations, shared, title
 from checker.compare import Reference, Seen, first_difference
 from checker.drawn import drawn
 from checker.layouts import VALUES, cover, name_of, ranks_of, read, some
 from checker.recorder import Piece
-from checker.shrink import shrink
+from checker.runs import Job, Worker
+from checker.shrink import shrink, unsaid
+from checker.thresholds import SMALL
 from config import command_line, validation
 from config.errors import UserError
 from config.schema import Layout
@@ -76,6 +80,17 @@ def test_what_cannot_stay_is_said(tmp_path):
         "--skip-samples",
     ):
         assert word in text
+
+
+def test_given_options_that_the_small_run_has_not_are_named(tmp_path):
+    words = f"{GPT} --tp 2 --save-every 3 --lr 1e-5 --heads 12 --weight-decay 0.3"
+    request = command_line.parse_request(words.split())
+    config, lines = shrink(request.config, tmp_path)
+    assert list(unsaid(request.config, config, request.given, lines)) == [
+        "steps 10 -> 3, lr 1e-05 -> 0.001",
+        "without --save-every",
+        "without --tp: the check picks layouts, or takes those of --layout",
+    ]
 
 
 @pytest.mark.parametrize("number", range(60))
@@ -168,6 +183,21 @@ def test_values_are_explained(parts, words):
     assert words in " ".join(explanations(ONE, found, layout))
 
 
+@pytest.mark.parametrize(
+    ("share", "words"), [(1, "not cleared"), (0.02, "times 0.02, as if clipped")]
+)
+def test_what_is_left_of_the_step_before_is_explained(share, words):
+    before = np.random.default_rng(1).normal(size=WHOLE.shape)
+    both = Reference([piece(before, step=1), piece(WHOLE, step=2)], {})
+    mesh = Mesh()
+    mesh.rank, mesh.place = 0, {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    found = first_difference(
+        both, [Seen.by(both, [piece(WHOLE + share * before, step=2)], 1, mesh)]
+    )
+    assert found is not None
+    assert words in " ".join(explanations(both, found, Layout(dp=1)))
+
+
 def test_a_number_that_is_not_finite_differs():
     found = difference_of(Layout(dp=1), [({}, [piece(np.full_like(WHOLE, np.inf))])])
     assert found is not None
@@ -195,11 +225,17 @@ def one_rank(tmp_path, words: str) -> list[str]:
 DOCUMENTS = f"{GPT} --positions rotary --eod-token 0 --reset-attention --mask-eod-loss"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [GPT, DOCUMENTS, f"{GPT} --set window=128 sinks=true", MOE, f"{GPT} --objective prefix"],
-    ids=["causal", "documents", "windows", "experts", "prefix"],
-)
+RIGHT = {
+    "causal": GPT,
+    "documents": DOCUMENTS,
+    "windows": f"{GPT} --set window=128 sinks=true",
+    "experts": MOE,
+    "prefix": f"{GPT} --objective prefix",
+    "z-loss": f"{GPT} --z-loss 0.01",
+}
+
+
+@pytest.mark.parametrize("words", RIGHT.values(), ids=RIGHT)
 def test_one_rank_is_right(tmp_path, words):
     assert one_rank(tmp_path, words) == []
 
@@ -238,6 +274,90 @@ def test_a_gradient_that_is_no_derivative_is_named(tmp_path, monkeypatch):
     )
 
 
+def test_z_losses_beside_losses_are_compared_as_two_numbers_of_each_token(tmp_path):
+    """A head whose output (2, s, b) had no record left out what is behind it."""
+    config, _ = small(tmp_path, f"{GPT} --z-loss 0.01")
+    alone = dataclasses.replace(config, layout=dataclasses.replace(config.layout, dp=1))
+    answer = Worker(looks_alone=False)(start_context(Launch("python"), config.run), Job(alone))
+    shapes = {piece.values.shape for piece in answer.pieces if piece.key[1:] == ("output", "head")}
+    assert shapes == {(24, config.layout.micro_batch_size, 2)}
+
+
+# ---- Modules that run several times --------------------------------------------------------------
+
+RUNS_BLOCK = "                x, y = block(x, y, mask, rotary, cache, tokens)\n"
+ADDS_BLOCK = "            self.blocks.append(block)\n"
+LOSSES = "        losses = self.head(x, batch.labels)\n"
+SPEC = "        self.spec = self.weight.spec\n"
+# Edits of model.py: what is there once, and what stands before or after it.
+TWICE = {
+    "a block runs twice": [
+        (RUNS_BLOCK, RUNS_BLOCK * 2),
+        (
+            ADDS_BLOCK,
+            "            for linear in (*block.attention.children(), *block.mlp.children()):\n"
+            "                for p in linear.parameters():\n"
+            "                    p.passes = 2\n" + ADDS_BLOCK,
+        ),
+    ],
+    "two blocks share an MLP": [
+        (
+            ADDS_BLOCK,
+            "            if n % 2:\n"
+            "                block.mlp = self.blocks[n - 1].mlp\n"
+            "                for p in block.mlp.parameters():\n"
+            "                    p.passes = 2\n" + ADDS_BLOCK,
+        )
+    ],
+    "the head runs twice": [
+        (LOSSES, f"{LOSSES}        losses = losses + self.head(x, batch.labels_after(1))\n"),
+        (SPEC, f"{SPEC}        self.weight.passes = 2\n"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWICE)
+def test_a_module_that_runs_twice_in_a_pass_is_compared_call_by_call(name, tmp_path):
+    copy_of_code(tmp_path)
+    model = tmp_path / "model.py"
+    for old, new in TWICE[name]:
+        assert model.read_text().count(old) == 1
+        model.write_text(model.read_text().replace(old, new))
+    shape = "--layers 4 --hidden 16 --heads 4 --seq-length 8 --vocab-size 61 --no-tied"
+    layouts = ["--layout", "pp 2 partition 2,2 schedule zb-h1", "--layout", "tp 2 cp 2"]
+    words = [sys.executable, "check.py", *shape.split(), *layouts]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_operations_of_a_second_call_are_those_of_the_first():
+    for name in ("head", "blocks.0.mlp.up", "blocks.0.attention.out"):
+        first, second = (1, "output", name), (1, "output", f"{name} (call 2)")
+        of_both = Reference([piece(WHOLE, 1, name), piece(WHOLE, 1, second[2])], {})
+        layout = Layout(tp=2, dp=1)
+        assert operations(of_both, second, layout) == operations(of_both, first, layout)
+        assert title(second) == f"{title(first).partition(':')[0]} (call 2)"
+
+
+def test_the_gradient_of_a_tensor_that_attention_uses_names_attention():
+    """A linear layer multiplies its matrix with its input; others are used in some other way."""
+    names = ("blocks.0.attention.out", "blocks.0.attention.out.weight", "blocks.0.attention.sinks")
+    one = Reference([piece(WHOLE, 1, names[0])], {})
+    words = [operations(one, (1, "gradient", name), Layout(tp=2, dp=1)) for name in names[1:]]
+    assert words[0].startswith("the product with the layer's input, the sum over micro-batches")
+    assert words[1].startswith("the backward of attention: positions, mask and softmax, the sum")
+
+
+def test_thresholds_are_where_they_are_said_to_be():
+    """A constant that has moved would leave its path unchecked."""
+    for (module, name), value in SMALL.items():
+        there = getattr(import_module(module), name)
+        assert (there["cpu"] if isinstance(there, dict) else there) > (
+            value["cpu"] if isinstance(value, dict) else value
+        )
+
+
 # ---- The program ---------------------------------------------------------------------------------
 
 
@@ -249,8 +369,24 @@ def test_a_gradient_that_is_no_derivative_is_named(tmp_path, monkeypatch):
         (["--ranks", "99"], "--ranks is from 1 to 16, not 99"),
         (["--heads", "4"], "the model has no --layers"),
         (["--config", "none.toml"], "cannot read --config none.toml"),
+        (["--layout", "tp 2 --lr 3"], "options that are not of a layout: lr"),
+        (["--layouts", "0"], "--layouts is at least 1, not 0"),
+        (["--random", "-1"], "--random is at least 1, not -1"),
+        (["--at-once", "0"], "--at-once is at least 1, not 0"),
+        (["--minutes", "nan"], "--minutes is a number above 0, not nan"),
+        (["--layout", "tp 2", "--layouts", "3"], "give one of --layout and --layouts"),
+        (["--layout", "tp 2", "--ranks", "2"], "give one of --layout and --ranks"),
+        (["--random", "2", "--layout", "tp 2"], "give one of --random and --layout"),
+        (["--random", "2", "--all"], "give one of --random and --all"),
+        (["--random", "2", "--cuda"], "give one of --random and --cuda"),
+        (["--random", "2", "--heads=4", "--seed", "3"], "give it no --heads"),
+        (["--random", "2", "--config", "none.toml"], "give it no --config"),
     ],
-    ids=["layout", "misspelt", "ranks", "model", "file"],
+    ids=[
+        *("layout", "misspelt", "ranks", "model", "file", "no layout's", "no layouts"),
+        *("fewer runs", "none at once", "minutes", "layout and layouts", "layout and ranks"),
+        *("random layout", "random all", "random cuda", "random heads", "random file"),
+    ],
 )
 def test_mistakes_are_one_sentence_before_torch(words, sentence):
     program = "import runpy, sys; sys.argv = ['check.py', *sys.argv[1:]]\n"

@@ -9,6 +9,10 @@ import pytest
 from ranks import Job, mpirun, srun_command, start
 
 from checker.card import of_killed, of_layouts, of_network, page, verdict
+from checker.cluster_worker import row_of
+from checker.compare import Difference
+from checker.engine import Outcome
+from config.schema import Layout
 
 WORDS = ["check.py", "--cluster", "--device", "cpu", "--minutes", "9", "--line-rate", "10"]
 
@@ -70,9 +74,12 @@ def test_under_srun_groups_cross_the_nodes(tmp_path, slurm):
         (["--minutes", "0"], "--minutes is a number above 0, not 0"),
         (["--parts", "network,speed"], "not 'speed'"),
         (["--parts", "resumed"], "the part resumed needs the parts straight and killed"),
+        (["--parts", "network", "--gpu", "h100"], "--gpu is for the part model"),
+        (["--parts", "model", "--line-rate", "9"], "--line-rate is for the part network"),
+        (["--layouts", "3"], "unrecognized arguments: --layouts 3"),
         ([], "one rank is no cluster: start check.py --cluster with srun or mpirun"),
     ],
-    ids=["minutes", "part", "resumed", "alone"],
+    ids=["minutes", "part", "resumed", "gpu", "line rate", "another check's", "alone"],
 )
 def test_a_mistake_is_one_sentence(words, sentence):
     outcome = start([sys.executable, "check.py", "--cluster", *words])
@@ -97,6 +104,15 @@ def test_what_is_wrong_is_on_the_page(tmp_path):
     card = card_of(layouts=part)
     assert verdict(card) == "layouts: different (dp 2: losses of step 1: 2 for 1)"
     assert "* dp 2: losses of step 1: 2 for 1, losses 1.0e+00 off" in list(page(card))
+
+
+def test_a_layout_that_differs_has_its_first_tensor_on_the_page():
+    layout = Layout(tp=2, dp=1, micro_batch_size=2, pad_vocab_multiple=1)
+    part = Difference((1, "output", "blocks.0.attention.qkv"), [], None)
+    row = row_of(Outcome(layout, part), float("nan"))
+    assert row["differs"] == "step 1, the output of blocks.0.attention.qkv"
+    assert (row["layout"], row["off"]) == ("tp 2", None)
+    assert row_of(Outcome(layout), 0.0)["differs"] == ""
 
 
 def test_slow_links_of_gpus_are_wrong_and_of_busy_cores_are_named(tmp_path):

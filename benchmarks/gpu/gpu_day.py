@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))  # also as a plugin of pytest
 import psutil
 
 from benchmarks.results_file import commit
+from checker.cluster import known_model
 from config.cli import Parser
 from config.errors import UserError, exit_with
 
@@ -42,7 +43,7 @@ LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
 # `experts` are four of the 16 blocks of OLMoE.
 TRAIN = {
     "cuda": {
-        "gpt": "--model 1b3 --micro-batch-size 4 --global-batch-size 32",
+        "gpt": " ".join(known_model("cuda", 1)),  # as check.py --cluster trains it on several GPUs
         "llama": "--model llama-3.2-1b --micro-batch-size 2 --global-batch-size 16",
         "experts": "--model olmoe-1b-7b --layers 4 --micro-batch-size 2 --global-batch-size 16",
     },
