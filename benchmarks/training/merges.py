@@ -1,0 +1,187 @@
+"""The loss of merged checkpoints of a stable run beside runs whose rate falls; with a picture.
+
+    python benchmarks/training/merges.py --folder FOLDER
+
+A GPT of 10M parameters trains on Python's library, less every tenth file, with a constant rate. On
+the way two branches let the rate fall, and at five moments the last checkpoints of the stable run
+are merged, which trains nothing. The loss of each is that of the same samples of the files that were
+left out. Runs, checkpoints and losses are kept in FOLDER, so that the program goes on after a stop;
+a folder that has them all is only reported. Writes benchmarks/results/merges.md and
+docs/pictures/merges.svg.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.results_file import head
+from config.cli import Parser
+from planner.picture import LIGHT, SETTINGS, themed
+
+RESULTS = ROOT / "benchmarks" / "results" / "merges.md"
+PICTURE = ROOT / "docs" / "pictures" / "merges.svg"
+LAYERS, HIDDEN, VOCAB, LENGTH, BATCH = 5, 384, 4096, 64, 8
+STEPS, SAVE_EVERY, EVERY = 500, 10, 20
+BRANCHES = {200: 100, 400: 100}  # the step where one begins, and its steps
+MERGED = (100, 200, 300, 400, 500)
+RULES = {"equal, 4": ("equal", 4), "equal, 8": ("equal", 8), "1-sqrt, 8": ("1-sqrt", 8)}
+HELD_OUT = 64  # samples
+SKIPPED = ("test", "tests", "idlelib", "site-packages", "lib2to3", "turtledemo")
+RATE = 2e-3
+
+
+def command(*words: object) -> str:
+    """The output of a program of this repository; RuntimeError if it ends with another status."""
+    line = [sys.executable, *map(str, words)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(line)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def prepare(folder: Path) -> None:
+    """Make two corpora with one tokenizer: `train`, and `held`, which has every tenth file."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(library.rglob("*.py")) if not {*path.parts} & {*SKIPPED}]
+    held = files[::10]
+    train = [path for path in files if path not in set(held)]
+    words = ["scripts/prepare_data.py", "--vocab-size", VOCAB, "--out"]
+    command(*words, folder / "train", *train)
+    words = ["scripts/prepare_data.py", "--tokenizer", folder / "train.tokenizer.json", "--out"]
+    command(*words, folder / "held", *held)
+
+
+def train(folder: Path, out: Path, *options: object) -> None:
+    """Train a run to its end, or go on with it; nothing if it has ended."""
+    if (out / "ended").exists():
+        return
+    evaluated = [f"--eval-data=held={folder}/held:{HELD_OUT}", "--eval-every", EVERY]
+    command("train.py", *options, *evaluated, "--save-every", SAVE_EVERY, "--out", out)
+    (out / "ended").touch()
+
+
+def losses_of(out: Path) -> dict[int, float]:
+    """The losses on the held-out samples, by step."""
+    found = {}
+    for path in [*sorted(out.glob("metrics.jsonl.*")), out / "metrics.jsonl"]:
+        for row in map(json.loads, path.read_text().splitlines()):
+            if "held_loss" in row:
+                found[row["iteration"]] = row["held_loss"]
+    return found
+
+
+def merged_loss(folder: Path, step: int, rule: str) -> float:
+    """The loss of the merged last checkpoints of the stable run up to a step."""
+    weights, count = RULES[rule]
+    steps = [step - SAVE_EVERY * back for back in range(count)][::-1]
+    checkpoints = [folder / "stable" / "checkpoints" / f"step_{s:08d}" for s in steps]
+    out = folder / f"merged-{step}-{weights}-{count}"
+    if not out.exists():
+        command("checkpoint.py", "merge", "--weights", weights, *checkpoints, out)
+    said = command("sample.py", out, "--eval-data", f"held={folder}/held:{HELD_OUT}")
+    (loss,) = re.findall(r"held\b.*?loss (\d+\.\d+)", said)
+    return float(loss)
+
+
+def measure(folder: Path) -> dict:
+    """Train what is not there yet, and return all losses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "held.idx").exists():
+        prepare(folder)
+    stable = folder / "stable"
+    shape = ["--layers", LAYERS, "--hidden", HIDDEN, "--heads", 6, "--seq-length", LENGTH]
+    shape += ["--vocab-size", VOCAB, "--positions", "rotary", "--global-batch-size", BATCH]
+    shape += ["--lr", RATE, "--lr-schedule", "constant", "--lr-warmup-samples", 40 * BATCH]
+    shape += ["--data", folder / "train", "--split", "100,0,0", "--order", "stable"]
+    shape += ["--steps", STEPS, "--resume", "auto", "--device", "cpu", "--micro-batch-size", BATCH]
+    train(folder, stable, *shape)
+    found: dict = {"stable": losses_of(stable), "branches": {}, "merged": {}}
+    found["parameters"] = json.loads((stable / "run.json").read_text())["parameters"]
+    for step, steps in BRANCHES.items():
+        out = folder / f"decay-{step}"
+        checkpoint = stable / "checkpoints" / f"step_{step:08d}"
+        words = ["--branch-from", checkpoint, "--decay-tokens", steps * BATCH * LENGTH]
+        train(folder, out, *words)
+        found["branches"][step] = losses_of(out)
+    for rule in RULES:
+        found["merged"][rule] = {step: merged_loss(folder, step, rule) for step in MERGED}
+    return found
+
+
+def draw(found: dict) -> str:
+    """The losses by tokens, as an SVG."""
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(*points(found["stable"]), color=LIGHT["mark"], label="stable run")
+        for step, losses in found["branches"].items():
+            name = "rate falls" if step == min(found["branches"]) else None
+            joined = {step: found["stable"][step], **losses}
+            axes.plot(*points(joined), color=LIGHT["good"], label=name)
+        colors = dict(zip(RULES, ("orange", "red", "violet"), strict=True))
+        for (rule, losses), marker in zip(found["merged"].items(), "o^s", strict=True):
+            places = points(losses)
+            axes.plot(*places, marker, color=LIGHT[colors[rule]], markersize=4, label=rule)
+        axes.set(xlabel="tokens, thousands", ylabel="loss on files that were left out")
+        shown = [loss for step, loss in found["stable"].items() if step >= MERGED[0]]
+        ends = [min(losses.values()) for losses in found["branches"].values()]
+        axes.set_ylim(min(ends) - 0.1, max(shown) + 0.1)
+        axes.legend(frameon=False, labelcolor=LIGHT["ink"])
+        return themed(figure)
+
+
+def points(losses: dict[int, float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Thousands of tokens, and losses."""
+    steps = sorted(losses)
+    return [step * BATCH * LENGTH / 1e3 for step in steps], [losses[step] for step in steps]
+
+
+def report(found: dict) -> str:
+    """The text of the results file."""
+    tokens = BATCH * LENGTH
+    size = found["parameters"] / 1e6
+    facts = f"{size:.1f}M parameters, fp32, one thread."
+    command = "python benchmarks/training/merges.py --folder FOLDER"
+    lines = head("Merged checkpoints of a stable run beside runs whose rate falls", command, facts)
+    lines += [
+        f"A GPT of {LAYERS} blocks of {HIDDEN}, vocabulary {VOCAB:,}, {BATCH} samples of {LENGTH} tokens a",
+        f"step, AdamW, a rate of {RATE:g} that is constant after {40 * tokens:,} tokens. A branch's rate falls",
+        f"in a line over {min(BRANCHES.values())} steps. A checkpoint is saved every {SAVE_EVERY} steps; `equal, 4` is the mean of",
+        f"the last four. Loss: of {HELD_OUT} samples of files that were left out.",
+        "",
+        f"| step | tokens | stable | {' | '.join(RULES)} | rate fell |",
+        "| --: | --: | --: |" + " --: |" * (len(RULES) + 1),
+    ]
+    fell = {step: losses[step] for losses in found["branches"].values() for step in [max(losses)]}
+    for step in MERGED:
+        cells = [str(step), f"{step * tokens:,}", f"{found['stable'][step]:.4f}"]
+        cells += [f"{found['merged'][rule][step]:.4f}" for rule in RULES]
+        cells.append(f"{fell[step]:.4f}" if step in fell else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write the results and the picture."""
+    parser = Parser("merges.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="keeps runs and checkpoints")
+    folder = parser.parse_args().folder.resolve()
+    found = measure(folder)
+    RESULTS.write_text(report(found))
+    PICTURE.write_text(draw(found))
+
+
+if __name__ == "__main__":
+    main()
