@@ -3,20 +3,18 @@
     python benchmarks/training/merges.py --folder FOLDER
 
 A GPT of 10M parameters trains on Python's library, less every tenth file, with a constant rate. On
-the way two branches let the rate fall, and at five moments the last checkpoints of the stable run
-are merged, which trains nothing. The loss of each is that of the same samples of the files that were
-left out. Runs, checkpoints and losses are kept in FOLDER, so that the program goes on after a stop;
-a folder that has them all is only reported. Writes benchmarks/results/merges.md and
+the way a branch lets the rate fall, and at five moments the last checkpoints of the stable run are
+merged, which trains nothing. The loss of each is that of the same samples of the files that
+were left out. Runs and checkpoints are kept in FOLDER, so that the program goes on after a stop; a
+folder that has them all is only reported. Writes benchmarks/results/merges.md and
 docs/pictures/merges.svg.
 """
 
 import json
-import math
 import re
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,9 +31,9 @@ from planner.picture import LIGHT, SETTINGS, themed
 RESULTS = ROOT / "benchmarks" / "results" / "merges.md"
 PICTURE = ROOT / "docs" / "pictures" / "merges.svg"
 LAYERS, HIDDEN, VOCAB, LENGTH, BATCH = 5, 384, 4096, 64, 8
-STEPS, SAVE_EVERY, EVERY = 500, 10, 20
-BRANCHES = {200: 100, 400: 100}  # the step where one begins, and its steps
-MERGED = (100, 200, 300, 400, 500)
+STEPS, SAVE_EVERY, EVERY = 300, 10, 10
+BRANCHES = {200: 100}  # the step where one begins, and its steps
+MERGED = (100, 150, 200, 250, 300)
 RULES = {"equal, 4": ("equal", 4), "equal, 8": ("equal", 8), "1-sqrt, 8": ("1-sqrt", 8)}
 HELD_OUT = 64  # samples
 SKIPPED = ("test", "tests", "idlelib", "site-packages", "lib2to3", "turtledemo")
@@ -156,10 +154,11 @@ def report(found: dict) -> str:
     command = "python benchmarks/training/merges.py --folder FOLDER"
     lines = head("Merged checkpoints of a stable run beside runs whose rate falls", command, facts)
     lines += [
-        f"A GPT of {LAYERS} blocks of {HIDDEN}, vocabulary {VOCAB:,}, {BATCH} samples of {LENGTH} tokens a",
-        f"step, AdamW, a rate of {RATE:g} that is constant after {40 * tokens:,} tokens. A branch's rate falls",
-        f"in a line over {min(BRANCHES.values())} steps. A checkpoint is saved every {SAVE_EVERY} steps; `equal, 4` is the mean of",
-        f"the last four. Loss: of {HELD_OUT} samples of files that were left out.",
+        f"A GPT of {LAYERS} blocks of {HIDDEN}, vocabulary {VOCAB:,}, AdamW, {BATCH} samples of",
+        f"{LENGTH} tokens a step, a rate of {RATE:g}, constant after {40 * tokens:,} tokens.",
+        f"A branch's rate falls in a line over {min(BRANCHES.values())} steps to a tenth. Every",
+        f"{SAVE_EVERY} steps a checkpoint is saved; `equal, 4` is the mean of the last four. Loss:",
+        f"of {HELD_OUT} samples of files that were left out.",
         "",
         f"| step | tokens | stable | {' | '.join(RULES)} | rate fell |",
         "| --: | --: | --: |" + " --: |" * (len(RULES) + 1),
