@@ -144,7 +144,7 @@ def names() -> list[str]:
         for ranks, count in LAYOUTS.items()
         for first in range(0, count, AT_ONCE[ranks])
     ]
-    return [*TIMES, *starts]
+    return [*starts, *TIMES]
 
 
 def layout_lines(rows: list[dict]) -> list[str]:
