@@ -172,17 +172,22 @@ def stable(tmp_path_factory, stages) -> tuple[list[dict], Path]:
     """The tables of the stages with a constant rate in all of them, and the run of one rank."""
     folder = tmp_path_factory.mktemp("stable")
     tables = tomllib.loads(Path(stages).read_text())["stage"]
-    for table_of_stage in tables:
-        table_of_stage.pop("lr_schedule", None), table_of_stage.pop("min_lr", None)
+    for of_rate in ("lr_schedule", "min_lr"):
+        tables[-1].pop(of_rate)
     file = written(folder / "stages.toml", tables, train_tokens=768 + 6 * 96)
     run(folder / "run", 1, "--stages", file, *CONSTANT, "--save-every", "3")
     return tables, folder / "run"
 
 
 CONSTANT = ("--lr-schedule", "constant")
-# The step after which a branch begins, the tokens of the run there, and those of the branch: four
-# steps in the first stage, in the second, which is a blend, and in the third, of another length.
-BRANCHES = {"first": (3, 192, 256), "blend": (9, 576, 256), "length": (15, 1056, 384)}
+# The step after which a branch begins, the tokens of the run there, those of the branch, which are
+# four steps, and the samples of the run after two of them. In the first stage, in the second, which
+# is a blend, and in the third, of another length.
+BRANCHES = {
+    "first": (3, 192, 256, "40"),
+    "blend": (9, 576, 256, "68"),
+    "length": (15, 1056, 384, "112"),
+}
 
 
 @pytest.fixture(scope="module", params=BRANCHES)
@@ -191,7 +196,7 @@ def fallen(request, stable, tmp_path_factory) -> tuple[str, dict, Path]:
     is longer and has a rate of its own.
     """
     tables, _ = stable
-    step, begin, tokens = BRANCHES[request.param]
+    step, begin, tokens, _ = BRANCHES[request.param]
     folder = tmp_path_factory.mktemp("straight")
     before = [dict(stage) for stage in tables if stage["from_tokens"] < begin]
     before[-1] |= {"lr_schedule": "wsd", "lr_wsd_decay_tokens": tokens}
@@ -200,16 +205,16 @@ def fallen(request, stable, tmp_path_factory) -> tuple[str, dict, Path]:
     return request.param, {k: row for k, row in rows.items() if k[0] > step}, folder / "run"
 
 
-def branch_words(name: str, stable: Path) -> list[str]:
-    step, _, tokens = BRANCHES[name]
-    checkpoint = f"{stable}/checkpoints/step_{step:08d}"
-    return ["--branch-from", checkpoint, "--decay-tokens", str(tokens)]
-
-
 def test_a_branch_of_a_run_with_stages_is_an_uninterrupted_run(fallen, stable, tmp_path):
-    """Bit for bit, with a stop on the way; and under other layouts, saved in one."""
+    """Bit for bit, with a stop on the way, and to rounding under every other layout."""
     name, expected, straight = fallen
-    step = BRANCHES[name][0]
-    words = branch_words(name, stable[1])
-    assert run(tmp_path / "branch", 1, *words) == expected
+    _, stable_run = stable
+    step, _, tokens, stop = BRANCHES[name]
+    checkpoint = f"{stable_run}/checkpoints/step_{step:08d}"
+    words = ["--branch-from", checkpoint, "--decay-tokens", str(tokens)]
+    run(tmp_path / "branch", 1, *words, "--stop-at-samples", stop)
+    assert run(tmp_path / "branch", 1, *words) == expected  # the same command goes on
     same_weights(tmp_path / "branch", straight, step + 4)
+    for layout in LAYOUTS:
+        ranks, options = LAYOUTS[layout]
+        close(run(tmp_path / layout, ranks, *words, *options), expected)

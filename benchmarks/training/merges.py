@@ -11,7 +11,6 @@ docs/pictures/merges.svg.
 """
 
 import json
-import re
 import subprocess
 import sys
 import sysconfig
@@ -24,8 +23,16 @@ sys.path.insert(0, str(ROOT))
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+import data
+import trainer
 from benchmarks.results_file import head
+from checkpoint import run_command
+from checkpointing.folders import find_checkpoints
+from checkpointing.index import Index
+from checkpointing.load import load_weights
+from config import validation
 from config.cli import Parser
+from config.command_line import parse
 from planner.picture import LIGHT, SETTINGS, themed
 
 RESULTS = ROOT / "benchmarks" / "results" / "merges.md"
@@ -65,7 +72,7 @@ def train(folder: Path, out: Path, *options: object) -> None:
     """Train a run to its end, or go on with it; nothing if it has ended."""
     if (out / "ended").exists():
         return
-    evaluated = [f"--eval-data=held={folder}/held:{HELD_OUT}", "--eval-every", EVERY]
+    evaluated = ["--eval-data", held_out(folder), "--eval-every", EVERY]
     command("train.py", *options, *evaluated, "--save-every", SAVE_EVERY, "--out", out)
     (out / "ended").touch()
 
@@ -80,17 +87,34 @@ def losses_of(out: Path) -> dict[int, float]:
     return found
 
 
-def merged_loss(folder: Path, step: int, rule: str) -> float:
-    """The loss of the merged last checkpoints of the stable run up to a step."""
-    weights, count = RULES[rule]
-    steps = [step - SAVE_EVERY * back for back in range(count)][::-1]
-    checkpoints = [folder / "stable" / "checkpoints" / f"step_{s:08d}" for s in steps]
-    out = folder / f"merged-{step}-{weights}-{count}"
-    if not out.exists():
-        command("checkpoint.py", "merge", "--weights", weights, *checkpoints, out)
-    said = command("sample.py", out, "--eval-data", f"held={folder}/held:{HELD_OUT}")
-    (loss,) = re.findall(r"held\b.*?loss (\d+\.\d+)", said)
-    return float(loss)
+def merged_losses(folder: Path, shape: list[object]) -> dict[str, dict[int, float]]:
+    """The losses of the merged last checkpoints of the stable run, by rule and step.
+
+    shape: the options of the stable run.
+    """
+    words = [*shape, "--eval-data", held_out(folder)]
+    config = validation.check(parse(list(map(str, words))), 1)
+    splits = data.build(config)
+    state = trainer.build_model(config)
+    found: dict[str, dict[int, float]] = {}
+    for rule, (weights, count) in RULES.items():
+        for step in MERGED:
+            steps = [step - SAVE_EVERY * back for back in range(count)][::-1]
+            checkpoints = [f"{folder}/stable/checkpoints/step_{s:08d}" for s in steps]
+            out = folder / f"merged-{step}-{weights}-{count}"
+            if not out.exists():
+                run_command(["merge", "--weights", weights, *checkpoints, str(out)])
+            with Index(find_checkpoints(str(out))[0]) as index:
+                load_weights(state.stages, index)
+            loss = trainer.evaluate(state, *splits.eval_sets["held"])
+            found.setdefault(rule, {})[step] = loss
+    state.reader.close()
+    return found
+
+
+def held_out(folder: Path) -> str:
+    """The word of --eval-data."""
+    return f"held={folder}/held:{HELD_OUT}"
 
 
 def measure(folder: Path) -> dict:
@@ -103,8 +127,8 @@ def measure(folder: Path) -> dict:
     shape += ["--vocab-size", VOCAB, "--positions", "rotary", "--global-batch-size", BATCH]
     shape += ["--lr", RATE, "--lr-schedule", "constant", "--lr-warmup-samples", 40 * BATCH]
     shape += ["--data", folder / "train", "--split", "100,0,0", "--order", "stable"]
-    shape += ["--steps", STEPS, "--resume", "auto", "--device", "cpu", "--micro-batch-size", BATCH]
-    train(folder, stable, *shape)
+    shape += ["--steps", STEPS, "--device", "cpu", "--micro-batch-size", BATCH]
+    train(folder, stable, *shape, "--resume", "auto")
     found: dict = {"stable": losses_of(stable), "branches": {}, "merged": {}}
     found["parameters"] = json.loads((stable / "run.json").read_text())["parameters"]
     for step, steps in BRANCHES.items():
@@ -113,8 +137,7 @@ def measure(folder: Path) -> dict:
         words = ["--branch-from", checkpoint, "--decay-tokens", steps * BATCH * LENGTH]
         train(folder, out, *words)
         found["branches"][step] = losses_of(out)
-    for rule in RULES:
-        found["merged"][rule] = {step: merged_loss(folder, step, rule) for step in MERGED}
+    found["merged"] = merged_losses(folder, shape)
     return found
 
 
