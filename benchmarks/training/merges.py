@@ -154,7 +154,9 @@ def draw(found: dict) -> str:
         colors = dict(zip(RULES, ("orange", "red", "violet"), strict=True))
         for (rule, losses), marker in zip(found["merged"].items(), "o^s", strict=True):
             places = points(losses)
-            axes.plot(*places, marker, color=LIGHT[colors[rule]], markersize=4, label=rule)
+            axes.plot(
+                *places, marker, color=LIGHT[colors[rule]], markersize=4, label=f"merged, {rule}"
+            )
         axes.set(xlabel="tokens, thousands", ylabel="loss on files that were left out")
         shown = [loss for step, loss in found["stable"].items() if step >= MERGED[0]]
         ends = [min(losses.values()) for losses in found["branches"].values()]
