@@ -57,7 +57,6 @@ MODELS: dict[str, dict] = {
 SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 2, 4), "cp": (1, 1, 2), "ep": (1, 2, 4)}
 TIMED = {"layers": 4, "hidden": 256, "heads": 8, "seq_length": 256, "vocab_size": 8192}
 TIMED |= {"global_batch_size": 16, "micro_batch_size": 8, "lr": 1e-4}
-TIMES = ("time/1", "time/2")  # the measurement and another
 TURNS = 10  # steps of each kind, after one that is not counted
 DECAY = 0.999
 
@@ -86,8 +85,8 @@ def drawn_case(ranks: int, number: int) -> dict:
 
 
 def run(name: str) -> list[dict]:
-    """The rows of a part: ranks and first layout, `4/16`, or a measurement of time."""
-    if name in TIMES:
+    """The rows of a part: ranks and first layout, `4/16`, or `time`."""
+    if name == "time":
         return [{"name": name} | timed()]
     ranks, first = map(int, name.split("/"))
     numbers = range(first, min(first + AT_ONCE[ranks], LAYOUTS[ranks]))
@@ -153,7 +152,7 @@ def names() -> list[str]:
         for ranks, count in LAYOUTS.items()
         for first in range(0, count, AT_ONCE[ranks])
     ]
-    return [*starts, *TIMES]
+    return [*starts, "time"]
 
 
 def layout_lines(rows: list[dict]) -> list[str]:
@@ -235,7 +234,7 @@ def report(rows: list[dict]) -> str:
     lines = head("The average of weights in random layouts, and its cost", command, facts)
     if of_layouts:
         lines += layout_lines(of_layouts)
-    times = [row for row in rows if row["name"] in TIMES]
+    times = [row for row in rows if row["name"] == "time"]
     if times:
         lines += time_lines(times)
     return "\n".join(lines) + "\n"
