@@ -288,7 +288,7 @@ class ClosedForm:
         blocks = (self.job.model.layers - self.ranks.before) * block
         round_trip = blocks + head + 2 * later_ranks * sent
         trips = (self.job.micro_batches - 1) // (later_ranks + 1) + 1
-        makes_round_trips = np.isin(layout.schedule, ("1f1b", "zb-h1"))
+        makes_round_trips = np.equal(layout.schedule, "1f1b") | np.equal(layout.schedule, "zb-h1")
         return np.where(makes_round_trips, trips * round_trip, 0.0)
 
     def _waiting(self) -> np.ndarray:

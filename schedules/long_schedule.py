@@ -58,7 +58,8 @@ class LongSchedule:
         """
         count = self._simulated()
         if self.name in ONE_STAGE:
-            end, backwards = ends_by_rounds(self.ranks, count, seconds, transfer)
+            split = self.name == "zb-h1"
+            end, backwards = ends_by_rounds(self.ranks, count, seconds, transfer, split)
         else:
             short = self.shortened()
             ended = ends(short, seconds, transfer)

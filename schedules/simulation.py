@@ -163,19 +163,19 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
 
 
 def ends_by_rounds(
-    ranks: int, micro_batches: int, seconds: Seconds, transfer: float = 0.0
+    ranks: int, micro_batches: int, seconds: Seconds, transfer: float, split: bool
 ) -> tuple[float, list[float]]:
-    """Return when 1F1B or ZB-H1 ends, and when each B of its last rank ends: `ends` of all ranks.
+    """Return when 1F1B ends, or with `split` ZB-H1, and when each B of its last rank ends.
 
-    With p ranks, rank r does the F of micro-batch t - r and then the B of micro-batch t - p + 1 in
-    step t = 0, 1, ..., if there are such. So a step is computed for all ranks at once, which is
-    many times faster for many ranks. In ZB-H1 a W follows each B from micro-batch r on, and r are
-    left for the end. seconds: with the kind W it is ZB-H1, else 1F1B.
+    The times are those of `ends`, many times faster for many ranks, as all ranks are computed at
+    once: with p ranks, rank r does the F of micro-batch t - r and then the B of micro-batch
+    t - p + 1 in step t = 0, 1, ..., if there are such. In ZB-H1 a W follows each B of rank r from
+    its micro-batch r on, and the last r of them come at the end.
     """
-    forward, backward = (
-        np.array([seconds[kind, rank] for rank in range(ranks)]) for kind in ("F", "B")
-    )
-    weights = np.array([seconds.get(("W", rank), 0.0) for rank in range(ranks)])
+    kinds = "FBW" if split else "FB"
+    durations = [np.array([seconds[kind, rank] for rank in range(ranks)]) for kind in kinds]
+    forward, backward = durations[:2]
+    weights = durations[2] if split else np.zeros(ranks)
     clocks = np.zeros(ranks)  # for each rank, the time at which it is free
     arrived = np.full(ranks, -inf)  # for each rank, when the input of its next F has arrived
     # A B waits for the one of the next rank, and so on: its end is the latest, over itself and all
