@@ -280,10 +280,11 @@ class ClosedForm:
         """
         layout = self.job.layout
         later_ranks = layout.pp - 1 - self.ranks.rank
-        block = sum(self.passes.block)
-        head = sum(self.passes.head)
-        block -= np.where(layout.splits_backward, time_terms.block_weights(self.job), 0.0)
-        head -= np.where(layout.splits_backward, time_terms.head_weights(self.job), 0.0)
+        splits = layout.splits_backward
+        left_out = np.where(splits, time_terms.block_weights(self.job), 0.0)
+        block = sum(self.passes.block) - left_out
+        left_out = np.where(splits, time_terms.head_weights(self.job), 0.0)
+        head = sum(self.passes.head) - left_out
         # A forward and a backward through all blocks from this rank to the last one.
         blocks = (self.job.model.layers - self.ranks.before) * block
         round_trip = blocks + head + 2 * later_ranks * sent
