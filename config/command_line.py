@@ -160,6 +160,8 @@ def parse_request(
     base = taken.model if given.keys().isdisjoint(SHAPE) else None
     if base is None and not taken.folder:
         given = _with_resumed(given)  # with model and precision in its run.json
+        if taken.problem and given.keys().isdisjoint({"model", *SHAPE}):
+            raise UserError(taken.problem)  # that the model is not given follows from it
     if given.keys() >= BATCH_SIZES:
         raise UserError("give one of --global-batch-size and --batch-tokens; both were given")
     if "batch_tokens" in given:  # the model is built to know its seq_length
