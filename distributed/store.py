@@ -20,14 +20,16 @@ a channel that strangers cannot write to:
     MPI                         a broadcast
     torchrun, one node          a file without a name, which only this user can open; torchrun's
                                 store says which file it is
-    torchrun, several nodes     torchrun's own store, which is the only channel there is
+    torchrun, several nodes     torchrun's own store, which is the only channel there is; sealed
+                                with TRINE_SECRET if the user has set it on all nodes
 
 The invitation has the secret, except over torchrun's own store, which anyone may read: there it has
-the secret's fingerprint. Every rank connects, and announces itself under a key that only those who
-know the secret can make. When all ranks have done so, rank 0 closes the port. If another program is
-connected by then, the job ends with an error. Only then rank 0 puts the secret into the store. A
-rank takes no secret with another fingerprint, so it does not matter what others have set before.
-All later keys begin with the secret, and the ranks show the secret to the watchdog's monitor.
+the secret's fingerprint, and the secret only as TRINE_SECRET hides it. Every rank connects, and
+announces itself under a key that only those who know the secret can make. When all ranks have done
+so, rank 0 closes the port. If another program is connected by then, the job ends with an error.
+Only then rank 0 puts the secret into the store. A rank takes no secret with another fingerprint, so
+it does not matter what others have set before. All later keys begin with the secret, and the ranks
+show the secret to the watchdog's monitor.
 
 Each rank has CONNECTIONS connections: a thread that waits for a key keeps a connection busy.
 """
@@ -68,6 +70,7 @@ SECONDS_TO_CONNECT = 60.0  # limit for a connection to rank 0: the network may n
 SECONDS_TO_CLOSE = 10.0  # ended connections must vanish from the kernel's list within this time
 # A waiting rank announces itself again, and looks at torchrun's store, every TURNS looks.
 TURNS = 20
+SEALED_BY = "TRINE_SECRET"  # environment variable: the user's own secret, the same on all nodes
 KEY = "trine rendezvous"  # torchrun's store has the invitation, or its file, under this key
 SECRET = "secret"  # rank 0 puts the secret under this key into the job's store
 MOST_BYTES = 4096  # an invitation has fewer bytes
@@ -302,6 +305,42 @@ def read_invitation(text: bytes | str) -> Invitation:
     return Invitation(*values)
 
 
+def sealed(invitation: Invitation, password: str) -> Invitation:
+    """Return an invitation whose secret only who has the password can read; sealed again, it opens.
+
+    The secret (32 bytes as text) is combined by XOR with an HMAC of all else that the invitation
+    says, so that an invitation with another address does not open. The fingerprint is new for every
+    job, so that no HMAC is used twice.
+    """
+    said = f"{invitation.host} {invitation.port} {invitation.fingerprint}"
+    pad = hmac.digest(password.encode(), said.encode(), "sha256")
+    hidden = bytes(a ^ b for a, b in zip(bytes.fromhex(invitation.secret), pad, strict=True))
+    return replace(invitation, secret=hidden.hex())
+
+
+def unsealed(invitation: Invitation, password: str) -> Invitation:
+    """Return rank 0's invitation as this rank can read it, from torchrun's store.
+
+    password: this rank's TRINE_SECRET, or empty. Raise UserError if rank 0 has another one, or if
+    only one of the two has one.
+    """
+    nodes = (node_name(), "rank 0's node")
+    if bool(password) != bool(invitation.secret):
+        has, lacks = nodes if password else nodes[::-1]
+        raise UserError(f"{SEALED_BY} is set on {has} and not on {lacks}: export it on all nodes")
+    if not password:
+        return invitation
+    with suppress(ValueError):
+        found = sealed(invitation, password)
+        if hmac.compare_digest(fingerprint_of(found.secret), invitation.fingerprint):
+            return found
+    raise UserError(
+        f"{SEALED_BY} of {node_name()} does not open rank 0's address in torchrun's store, "
+        f"{invitation.host}:{invitation.port}: rank 0 has another {SEALED_BY}, or another program "
+        "has put the address there"
+    )
+
+
 def fingerprint_of(secret: str) -> str:
     """Return the SHA-256 of a secret, as hexadecimal text."""
     return hashlib.sha256(secret.encode()).hexdigest()
@@ -347,7 +386,8 @@ def open_store(launch: Launch, local: Local) -> JobStore:
     allow_open_files(launch.size)
     server = Server(host_address(local), launch.size) if launch.rank == 0 else None
     if not launch.mpi:
-        channel = TorchrunChannel(_torchruns_store(), local.one_node)
+        password = os.environ.get(SEALED_BY, "")
+        channel = TorchrunChannel(_torchruns_store(), local.one_node, password)
         invitation = channel.share(server.invitation) if server else channel.receive()
         opened = meet(invitation, launch.rank, launch.size, server, seldom=channel.check)
         opened.channel = channel
@@ -366,13 +406,18 @@ class TorchrunChannel:
 
     torchrun's store takes connections and values of every program that can reach it. If all ranks
     are on one node, it only says which open file of rank 0 has the invitation; every rank checks
-    that the file belongs to this user alone. Between nodes there is no other channel.
+    that the file belongs to this user alone. Between nodes there is no other channel, and what is
+    in the store is sealed with the password, if there is one.
     """
 
-    def __init__(self, store: Any, one_node: bool) -> None:
-        """store: torchrun's store. one_node: whether all ranks of the job are on one node."""
+    def __init__(self, store: Any, one_node: bool, password: str = "") -> None:
+        """store: torchrun's store. one_node: whether all ranks of the job are on one node.
+
+        password: what TRINE_SECRET says, or empty; not used on one node.
+        """
         self.store = store
         self.one_node = one_node
+        self.password = password
         self._text = ""  # what the store had under KEY when it was set or read
         self._file: IO[bytes] | None = None  # on rank 0: stays open until all ranks have met
 
@@ -389,6 +434,8 @@ class TorchrunChannel:
         if self.one_node:
             self._file = _unnamed_file(invitation.to_json().encode())
             self._text = json.dumps([os.getpid(), self._file.fileno()])
+        elif self.password:
+            self._text = sealed(invitation, self.password).to_json()
         else:
             invitation = replace(invitation, secret="")
             self._text = invitation.to_json()
@@ -404,7 +451,7 @@ class TorchrunChannel:
         self._text = text.decode(errors="replace")
         try:
             if not self.one_node:
-                return read_invitation(text)
+                return unsealed(read_invitation(text), self.password)
             process, descriptor = json.loads(text)
             return read_invitation(_content_of_own_file(int(process), int(descriptor)))
         except (OSError, ValueError, TypeError, RecursionError) as error:

@@ -23,7 +23,7 @@ import numpy as np
 
 from config.errors import UserError, number_ranges
 from config.schema import Layout
-from numerics.checks import is_number
+from numerics.checks import is_number, is_texts
 from numerics.places import described, place
 from numerics.record import Record, differing, last_two_parts, option_lines, options, read_steps
 from numerics.traces import EPSILON, TINY, Pair, Row, Trace, read
@@ -331,13 +331,18 @@ def _tracing_commands(
     last_traced = str(max(step, checkpoint + 2))  # the step that differs, or the second step
     commands = []
     for record, suffix in zip(records, suffixes):
-        words = list(record.facts.get("command", ["train.py"]))
+        facts = record.facts
+        if not checkpoint and record.parts[-1]:
+            # The command of a later start may leave out what its checkpoint gave it.
+            first = run_files.facts_of(str(record.folder / f"run.json{record.parts[-1]}"))
+            facts = first if is_texts(first.get("command")) else facts
+        words = list(facts.get("command", ["train.py"]))
         words += ["--out", f"{record.folder}{suffix}"]
         words += ["--trace-numerics", first_traced, last_traced]
         if checkpoint:
             path = record.folder / "checkpoints" / f"step_{checkpoint:08d}"
             words += ["--resume", str(path)]
-        ranks = record.facts.get("cluster", {}).get("ranks", 1)
+        ranks = facts.get("cluster", {}).get("ranks", 1)
         commands.append(f"mpirun -n {ranks} python {shlex.join(words)}")
     return commands
 

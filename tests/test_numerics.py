@@ -307,6 +307,21 @@ def test_runs_without_traces_get_the_commands_that_make_them(traces, tmp_path, c
         runs.run_command(["diff", str(a), str(tmp_path)])
 
 
+def test_the_commands_of_a_resumed_run_are_those_of_its_first_start(tmp_path):
+    """A later start takes from its checkpoint what the command does not say."""
+    words = (
+        "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --steps 2 --save-every 2"
+    )
+    for more in (words, "--resume auto --steps 3"):
+        done = fork_one("train.py", *more.split(), "--device", "cpu", "--out", str(tmp_path))
+        assert done.status == 0, done.err
+    for path in tmp_path.glob("checkpoints/*"):
+        shutil.rmtree(path)
+    for command in diff.compare(tmp_path, tmp_path)["commands"]:
+        assert "--layers 1 --hidden 8" in command
+        assert "--resume" not in command
+
+
 def test_a_step_of_176b_is_at_most_a_megabyte():
     model = build({"model": "bloom-176b", "steps": 1}).model
     activations = activation_names(model.layers)

@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from strangers import HOST, Strangers
 
 from config.errors import UserError
 from distributed import store as job_store
+from distributed.early_end import node_name
 from watchdog import handshake, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.handshake import Process
@@ -208,6 +210,31 @@ def test_between_nodes_torchruns_store_has_no_secret():
     assert job_store.TorchrunChannel(host, one_node=False).receive() == shared
     assert shared == replace(invitation, secret="")
     assert invitation.secret.encode() not in host.get(job_store.KEY)
+
+
+def test_between_nodes_a_password_of_the_user_hides_the_secret_and_the_address():
+    """Then ranks know the secret before they meet, and nobody can send them elsewhere."""
+    host = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    server = job_store.Server(HOST, 2)
+    of = partial(job_store.TorchrunChannel, host, False)
+    invitation = of("mine").share(server.invitation)
+    assert of("mine").receive() == invitation == server.invitation
+    text = host.get(job_store.KEY)
+    assert server.secret.encode() not in text
+    for password, sentence in (("", "not on here: export"), ("other", "rank 0 has another")):
+        with pytest.raises(UserError, match=sentence.replace("here", node_name())):
+            of(password).receive()
+    values = json.loads(text)
+    elsewhere = ["127.0.0.2", *values[1:]], [HOST, values[1] + 1, *values[2:]]
+    forged = [HOST, values[1], job_store.fingerprint_of("a" * 64), "a" * 64]
+    for planted in (*elsewhere, forged, [*values[:3], "short"], [*values[:3], "x" * 64]):
+        host.set(job_store.KEY, json.dumps(planted))
+        with pytest.raises(UserError, match="or another program has put the address there"):
+            of("mine").receive()
+    host.set(job_store.KEY, json.dumps([*values[:3], ""]))
+    with pytest.raises(UserError, match="and not on rank 0's node: export it on all nodes"):
+        of("mine").receive()
+    assert len({store.secret for store in meet(server, invitation)}) == 1
 
 
 @pytest.mark.slow
