@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from config import stages
 from config.cli import Parser, check_decoded, number, whole_number
-from config.errors import UserError, nearest
+from config.errors import UserError, nearest, printable
 from config.inherited import Inherited
 from config.regular_files import open_regular
 from config.run_options import Run, as_typed
@@ -188,7 +188,9 @@ def parse_request(
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     if taken.note:
         notes.append(taken.note)
-    return Request(config, frozenset(given), tuple(notes), given.get("model"), taken)
+    # Notes may have texts of a model's or a checkpoint's files.
+    shown = tuple(map(printable, notes))
+    return Request(config, frozenset(given), shown, given.get("model"), taken)
 
 
 def _has_other_values(given: Mapping[str, Any]) -> bool:
