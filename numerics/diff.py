@@ -198,14 +198,15 @@ def _compare_traces(records: list[Record]) -> dict[str, Any]:
     measured = []
     notes = []
     for name in names:
-        traces = [read(record.folder / "numerics" / name) for record in records]
+        a, b = (read(record.folder / "numerics" / name) for record in records)
+        traces = (a, b)
         measured = [trace.about["response_step"] for trace in traces]
         for fact in ("samples", "bins"):
             in_a, in_b = (trace.about[fact] for trace in traces)
             if in_a != in_b:
                 both = f"{in_a} {fact} in A and {in_b} in B"
                 notes.append(f"numerics/{name} has {both}: its activations are not compared")
-        tensor = _tensor(Pair(*traces), records)
+        tensor = _tensor(Pair(a, b), records)
         if tensor:
             break
     return {"traces": names, "tensor": tensor, "measured_in_steps": measured, "notes": notes}

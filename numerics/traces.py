@@ -254,7 +254,7 @@ class Pair:
         names, tensors_a, tensors_b = _common(a.about["parameters"], b.about["parameters"])
         in_a = a.parameters[np.ix_(kinds_a, tensors_a)]  # (kinds, tensors, 12)
         in_b = b.parameters[np.ix_(kinds_b, tensors_b)]
-        has_gradient = np.logical_and(*(_is_counted(one[GRADIENT]) for one in (in_a, in_b)))
+        has_gradient = _is_counted(in_a[GRADIENT]) & _is_counted(in_b[GRADIENT])
         self.tensors = list(compress(names, has_gradient))
         self.both = in_a[:, has_gradient], in_b[:, has_gradient]
         self.norm = np.sqrt(np.maximum(*self.both)[..., SQUARES])
@@ -391,8 +391,7 @@ class Pair:
         worst_bins = np.nan_to_num(ratio, nan=np.inf).argmax(1)
         # An activation that one of the runs does not have has counted no element at all. A bin that
         # is empty in one run alone is a sample that this run has not read: it differs as a whole.
-        counted = [_is_counted(sketches).any(1) for sketches in (a, b)]
-        exists = np.logical_and(*counted)
+        exists = _is_counted(a).any(1) & _is_counted(b).any(1)
         rows = []
         for i, name in enumerate(names):
             if not exists[i]:
@@ -412,18 +411,21 @@ class Pair:
 
     def _activations_alone(self) -> list[Row]:
         """Return a row for each activation of which one of the runs has counted no element."""
-        counted = []  # by run, the sketches of the activations that it has, by name
-        for trace in (self.a, self.b):
-            named = zip(trace.about["activations"], trace.activations)
-            counted.append({name: own for name, own in named if _is_counted(own).any()})
+        of_a, of_b = (_counted_activations(trace) for trace in (self.a, self.b))
         rows = []
-        for run, own, other in (("A", *counted), ("B", *counted[::-1])):
+        for run, own, other in (("A", of_a, of_b), ("B", of_b, of_a)):
             for name in own.keys() - other.keys():
                 norms_of_bins = np.sqrt(own[name][:, SQUARES])
                 norm = float(norms_of_bins.max())
                 bins = tuple(np.flatnonzero(_is_counted(own[name])).tolist())
                 rows.append(Row("activation", name, norm, 0.0, norm, bins, run))
         return sorted(rows, key=lambda row: row.name)
+
+
+def _counted_activations(trace: Trace) -> dict[str, np.ndarray]:
+    """Return the sketches of the activations that a trace has, (bins, 12), by name."""
+    named = zip(trace.about["activations"], trace.activations)
+    return {name: sketches for name, sketches in named if _is_counted(sketches).any()}
 
 
 def _is_counted(sketches: np.ndarray) -> np.ndarray:
