@@ -391,7 +391,7 @@ class Pair:
         worst_bins = np.nan_to_num(ratio, nan=np.inf).argmax(1)
         # An activation that one of the runs does not have has counted no element at all. A bin that
         # is empty in one run alone is a sample that this run has not read: it differs as a whole.
-        exists = _is_counted(a).any(1) & _is_counted(b).any(1)
+        exists = np.minimum(a[..., COUNT].max(1), b[..., COUNT].max(1)) > 0
         rows = []
         for i, name in enumerate(names):
             if not exists[i]:
