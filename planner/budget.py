@@ -100,8 +100,9 @@ def budget(question: Question) -> Answer:
 def _gpus_and_seconds(question: Question) -> tuple[int, float]:
     """Return the GPUs and the seconds of the budget: GPU hours, days, or GPUs, two of the three.
 
-    With GPU hours alone the run has about DAYS days, on a power of two of GPUs. Raise UserError if
-    all three are given, or too few.
+    With GPU hours alone the run has about DAYS days, on a power of two of GPUs. With hours and days
+    it has whole nodes, or a power of two of GPUs within one, and takes no longer than those days.
+    Raise UserError if all three are given, or too few.
     """
     options = question.options
     hours, days = options.gpu_hours, options.days
@@ -117,7 +118,12 @@ def _gpus_and_seconds(question: Question) -> tuple[int, float]:
     if given:
         return given, hours * 3600 / given
     wanted = hours / (24 * (days or DAYS))
-    gpus = 2 ** max(0, round(math.log2(wanted)))  # a number with many layouts
+    if not days:
+        gpus = 2 ** max(0, round(math.log2(wanted)))  # a number with many layouts
+    elif wanted > (node := question.machine.node):
+        gpus = node * math.ceil(wanted / node)
+    else:
+        gpus = 2 ** max(0, math.ceil(math.log2(wanted)))
     return gpus, hours * 3600 / gpus
 
 

@@ -2,15 +2,18 @@
 
     words(run, layout, gpus, fp8)      pretrain_gpt.py and its options
     refusal(run, layout)               why Megatron-LM cannot run a layout, or ""
+    SAYS                               the options that the command says, or that are refused
 
 The options are those of VERSION: tests/data/megatron_options.json has their names, types and
 choices, which tests/test_programs.py compares with printed commands. An option of the model that
-Megatron-LM has not is a refusal, never left out.
+Megatron-LM has not is a refusal, never left out; programs.py names given options that are not in
+SAYS.
 """
 
+import dataclasses
 import itertools
 
-from config.schema import Config, Layout, ModelShape
+from config.schema import Config, Layout, ModelShape, Training
 from planner.partition_costs import part_costs
 from schedules.partition import blocks_per_stage
 
@@ -19,11 +22,27 @@ STEPS = 1000  # --train-iters if the user gave no length
 # Positions of Llama 3.1's scaling in --use-rope-scaling: low and high factor, old context.
 LLAMA3 = ["1", "4", "8192"]
 
+SAYS = frozenset(field.name for field in dataclasses.fields(ModelShape)) | {
+    *("tp", "pp", "cp", "dp", "ep", "sequence_parallel", "schedule", "virtual_stages", "partition"),
+    *("micro_batch_size", "recompute", "recompute_layers", "zero", "pad_vocab_multiple"),
+    *("global_batch_size", "batch_tokens", "rampup_batch_size", "steps", "train_samples"),
+    *("precision", "optimizer", "lr", "min_lr", "lr_schedule", "lr_warmup_samples"),
+    *("lr_decay_samples", "lr_wsd_decay_samples", "lr_wsd_decay_style", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "loss_scale", "clip_grad"),
+    *("init_std", "balance", "balance_rate", "router_z_loss", "z_loss", "seed"),
+}
+# Activations, and the option of each; GELU is what it has without one.
+ACTIVATIONS = {"gelu": "", "gelu_tanh": "", "swiglu": "--swiglu"}
+OPTIMIZERS = {"adamw": "adam", "apex": "adam", "sgd": "sgd"}
+LR_SCHEDULES = {"wsd": "WSD"}  # those with another name there
+WSD_STYLES = {"linear": "linear", "1-sqrt": "minus_sqrt"}
+BALANCES = {"none": "none", "bias": "none", "sequence": "seq_aux_loss", "global": "global_aux_loss"}
+
 
 def refusal(run: Config, layout: Layout) -> str:
     """Return why Megatron-LM cannot run a model with a layout, or ""; dp must be a number."""
     model = run.model
-    if lacks := _lacks(model):
+    if lacks := _lacks(model) or _lacks_of_training(run):
         return f"megatron has no {lacks}"
     count = run.training.global_batch_size // (layout.micro_batch_size * (layout.dp or 1))
     if layout.schedule == "interleaved" and count % layout.pp:
@@ -44,7 +63,14 @@ def _lacks(model: ModelShape) -> str:
         "softcap": model.attention_softcap > 0 or model.logit_softcap > 0,
         "sinks by this command": model.sinks,
         "window by this command": model.window > 0,
-        f"--activation {model.activation}": model.activation in ("geglu", "clamped_swiglu"),
+        f"--activation {model.activation} by this command": model.activation not in ACTIVATIONS,
+        f"query_scalar({model.query_scalar:g}) other than head_size({model.head_size})": (
+            model.query_scalar != model.head_size
+        ),
+        f"rotary_base {model.rotary_base} that is no whole number": model.rotary_base % 1 != 0,
+        # Its --qk-layernorm is the norm of --normalization.
+        "qk_norm head with --norm layernorm": model.qk_norm == "head" and model.norm != "rmsnorm",
+        "qkv_bias false beside --bias": model.bias and model.qkv_bias is False,
         "rotary_scaling " + model.rotary_scaling: not (
             scaling == ["none"] or (scaling[0] == "llama3" and scaling[2:] == LLAMA3)
         ),
@@ -52,6 +78,17 @@ def _lacks(model: ModelShape) -> str:
         "bias of the router": model.router_bias,
         "norm_plus_one with LayerNorm": model.norm_plus_one and model.norm != "rmsnorm",
         "embedding_scaled": model.embedding_scaled,
+    }
+    return next((what for what, is_lacking in lacks.items() if is_lacking), "")
+
+
+def _lacks_of_training(run: Config) -> str:
+    """Return what of a run's training Megatron-LM has no option for, or ""."""
+    training, bias = run.training, run.training.balance == "bias"
+    lacks = {
+        f"--optimizer {training.optimizer} by this command": training.optimizer not in OPTIMIZERS,
+        "--z-loss of the output's logits": training.z_loss > 0,
+        "--balance bias without --router sigmoid": bias and run.model.router != "sigmoid",
     }
     return next((what for what, is_lacking in lacks.items() if is_lacking), "")
 
@@ -64,15 +101,69 @@ def words(run: Config, layout: Layout, gpus: int, fp8: bool = False) -> list[str
     found += ["--bf16"] if training.precision == "bf16" else []
     found += ["--fp16"] if training.precision == "fp16" else []
     found += ["--fp8-format", "hybrid"] if fp8 else []
-    samples = training.train_samples
-    if samples:
-        found += ["--train-samples", str(samples)]
-    else:
-        found += ["--train-iters", str(training.steps or STEPS)]
-    found += ["--lr", f"{training.lr:g}", "--min-lr", f"{training.lr / 10:g}"]
-    found += ["--lr-decay-style", "cosine", "--clip-grad", f"{training.clip_grad:g}"]
+    found += _training_words(training, run.model)
     found += ["--transformer-impl", "transformer_engine", "--attention-backend", "auto"]
     return [*found, "--mock-data"]
+
+
+def _training_words(training: Training, model: ModelShape) -> list[str]:
+    """Return the options of the length, the rate, the optimizer and the balance of experts."""
+    numbers = {
+        "lr": training.lr,
+        "min-lr": training.final_lr,
+        "clip-grad": training.clip_grad,
+        "weight-decay": training.weight_decay,
+        "adam-beta1": training.adam_beta1,
+        "adam-beta2": training.adam_beta2,
+        "adam-eps": training.adam_eps,
+        "init-method-std": training.init_std,
+        "seed": training.seed,
+    }
+    found = _length_words(training)
+    found += [word for name, n in numbers.items() for word in (f"--{name}", f"{n:.12g}")]
+    schedule = training.lr_schedule
+    found += ["--lr-decay-style", LR_SCHEDULES.get(schedule, schedule)]
+    if schedule == "wsd":
+        found += ["--lr-wsd-decay-style", WSD_STYLES[training.lr_wsd_decay_style]]
+    found += ["--optimizer", OPTIMIZERS[training.optimizer]]
+    if training.optimizer == "sgd":
+        found += ["--sgd-momentum", f"{training.sgd_momentum:.12g}"]
+    if training.loss_scale:
+        found += ["--loss-scale", f"{training.loss_scale:.12g}"]
+    if model.experts == 1:
+        return found
+    rate = f"{training.balance_rate:.12g}"
+    found += ["--moe-router-load-balancing-type", BALANCES[training.balance]]
+    if training.balance == "bias":
+        found += ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", rate]
+    elif training.balance != "none":
+        found += ["--moe-aux-loss-coeff", rate]
+    if training.router_z_loss:
+        found += ["--moe-z-loss-coeff", f"{training.router_z_loss:.12g}"]
+    return found
+
+
+def _length_words(training: Training) -> list[str]:
+    """Return the options that say how long the run and the parts of its rate are.
+
+    Megatron-LM wants all of them in samples if one is, and a ramp-up of the batch with samples.
+    """
+    samples = {
+        "lr-warmup-samples": training.lr_warmup_samples,
+        "lr-decay-samples": training.lr_decay_samples,
+        "lr-wsd-decay-samples": training.lr_wsd_decay_samples,
+    }
+    given = {name: n for name, n in samples.items() if n}
+    steps = training.steps or STEPS
+    if not (given or training.train_samples or training.rampup_batch_size):
+        return ["--train-iters", str(steps)]
+    total = training.train_samples or steps * (training.global_batch_size or 1)
+    found = ["--train-samples", str(total)]
+    for name, n in given.items():
+        found += [f"--{name}", str(n)]
+    if training.rampup_batch_size:
+        found += ["--rampup-batch-size", *map(str, training.rampup_batch_size)]
+    return found
 
 
 def layout_words(run: Config, layout: Layout) -> list[str]:
@@ -90,6 +181,7 @@ def layout_words(run: Config, layout: Layout) -> list[str]:
         if run.model.experts == 1:  # its overlap is counted; it needs one program for each product
             found.append("--tp-comm-overlap")
     found += _stage_words(run, layout)
+    found += ["--make-vocab-size-divisible-by", str(layout.pad_vocab_multiple)]
     found += ["--micro-batch-size", str(layout.micro_batch_size)]
     found += ["--overlap-grad-reduce", "--grad-reduce-in-bf16"]
     if layout.zero:
@@ -156,7 +248,7 @@ def _model_words(model: ModelShape) -> list[str]:
     norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm]
     found += ["--normalization", norm, "--norm-epsilon", f"{model.norm_eps:g}"]
     switches = {
-        "--swiglu": model.activation == "swiglu",
+        ACTIVATIONS[model.activation]: bool(ACTIVATIONS[model.activation]),
         "--apply-layernorm-1p": model.norm_plus_one,
         "--disable-bias-linear": not model.bias,
         "--add-qkv-bias": bool(model.qkv_bias) and not model.bias,

@@ -10,7 +10,7 @@ only: the values of a layout's fields in `values`. megatron_words.py and torchti
 the commands of a version that they name. To add a program, add its engine and its words.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Program:
     words: Callable[[Config, Layout, int, bool], list[str]]  # its command, after the launcher
     layout_words: Callable[[Config, Layout], list[str]]  # of these, the options of the layout
     notes: Callable[[Config, Layout], list[str]]  # what the command has stand-ins for
+    says: frozenset[str]  # options of train.py that the command says, or that are refused
 
     def machine(self, name: str, calibration: str | None = None) -> Machine:
         """Return the machine of a name with the rates of this program's published runs, if any."""
@@ -65,6 +66,15 @@ class Program:
         if not has_experts:
             return engines.on(machine, facts)
         return engines.on(machine, facts | self.expert_facts, kind=self.expert_kind)
+
+    def left_out(self, given: Collection[str]) -> str:
+        """Return a sentence with the given options that the command does not say, or "".
+
+        given: the names of options of train.py that the user gave.
+        """
+        unsaid = {*given} - self.says - {"model", "config"}
+        names = sorted(name.replace("_", "-") for name in unsaid)
+        return f"not in {self.name}'s command: {', '.join(names)}" if names else ""
 
     def check(self, given: dict[str, Any]) -> None:
         """Raise UserError for a layout's option that the program does not have.
@@ -101,6 +111,7 @@ PROGRAMS = {
         words=megatron_words.words,
         layout_words=megatron_words.layout_words,
         notes=megatron_words.notes,
+        says=megatron_words.SAYS,
     ),
     "torchtitan": Program(
         name="torchtitan",
@@ -124,6 +135,7 @@ PROGRAMS = {
         words=torchtitan_words.words,
         layout_words=torchtitan_words.layout_words,
         notes=torchtitan_words.notes,
+        says=torchtitan_words.SAYS,
     ),
 }
 

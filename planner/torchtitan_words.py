@@ -2,6 +2,7 @@
 
     words(run, layout, gpus, fp8)      -m torchtitan.train and its options
     refusal(run, layout)               why torchtitan cannot run a layout, or ""
+    SAYS                               the options that the command says, or that are refused
 
 The options are those of VERSION: tests/data/torchtitan_options.json has their names, types and
 choices, which tests/test_programs.py compares with printed commands. A model of torchtitan is one
@@ -13,7 +14,7 @@ gradients once in a step, which holds and sends what --zero 1 does.
 
 from typing import NamedTuple
 
-from config.schema import Config, Layout, ModelShape
+from config.schema import Config, Layout, ModelShape, Training
 
 VERSION = "v0.2.2"
 STEPS = 1000  # --training.steps if the user gave no length
@@ -23,6 +24,21 @@ SCHEDULES = {
     "interleaved": "Interleaved1F1B",
     "zb-v": "ZBVZeroBubble",
 }
+# A model is a flavor, which has its own RoPE, norms and routers: options of these are not said.
+SAYS = frozenset(
+    {
+        *("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "experts", "seq_length"),
+        *("positions", "norm", "activation", "qk_norm"),
+        *("tp", "pp", "cp", "dp", "ep", "sequence_parallel", "schedule", "virtual_stages"),
+        *("micro_batch_size", "recompute", "zero", "partition"),
+        *("global_batch_size", "batch_tokens", "steps", "precision", "optimizer", "lr", "min_lr"),
+        *("lr_schedule", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed"),
+    }
+)
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "linear", "wsd": "linear"}
+WSD_DECAYS = {"linear": "linear", "1-sqrt": "sqrt"}
 
 
 class Flavor(NamedTuple):
@@ -67,9 +83,38 @@ def refusal(run: Config, layout: Layout) -> str:
         return "torchtitan shards weights with pp 1: that is --zero 3"
     if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
         return "torchtitan has models like Llama, Qwen3 and DeepSeek: RMSNorm, SwiGLU and RoPE"
+    if lacks := _lacks(model):
+        return f"torchtitan's models have no {lacks}"
+    training = run.training
+    if training.precision not in PRECISIONS:
+        return f"torchtitan has no --precision {training.precision}"
+    if training.optimizer != "adamw":
+        return f"torchtitan has no --optimizer {training.optimizer} by this command"
+    if training.lr_schedule not in DECAYS:
+        return f"torchtitan has no --lr-schedule {training.lr_schedule}"
     if layout.pp > 1:
         return _stage_refusal(model, layout)
     return ""
+
+
+def _lacks(model: ModelShape) -> str:
+    """Return what of a model no flavor of torchtitan can have, or ""."""
+    lacks = {
+        "norm of the embedding": model.embedding_norm,
+        "embedding_scaled": model.embedding_scaled,
+        "norm_plus_one": model.norm_plus_one,
+        f"--block {model.block}": model.block != "pre-norm",
+        "qk_norm full": model.qk_norm == "full",
+        "softcap": model.attention_softcap > 0 or model.logit_softcap > 0,
+        "sinks": model.sinks,
+        "window": model.window > 0,
+        "rotary_blocks": model.rotary_blocks != "all",
+        f"query_scalar({model.query_scalar:g}) other than head_size({model.head_size})": (
+            model.query_scalar != model.head_size
+        ),
+        "biases": model.bias or bool(model.qkv_bias),
+    }
+    return next((what for what, is_lacking in lacks.items() if is_lacking), "")
 
 
 def _stage_refusal(model: ModelShape, layout: Layout) -> str:
@@ -107,10 +152,39 @@ def words(run: Config, layout: Layout, gpus: int, fp8: bool = False) -> list[str
     found += ["--training.seq_len", str(run.model.seq_length)]
     found += ["--training.global_batch_size", str(training.global_batch_size)]
     found += layout_words(run, layout)
-    found += ["--training.mixed_precision_param", "bfloat16"]
-    found += ["--training.steps", str(training.steps or STEPS)]
-    found += ["--optimizer.lr", f"{training.lr:g}", "--compile.enable"]
+    found += ["--training.mixed_precision_param", PRECISIONS[training.precision]]
+    found += [*_training_words(training), "--compile.enable"]
     return found + (["--model.converters", "float8"] if fp8 else [])
+
+
+def _training_words(training: Training) -> list[str]:
+    """Return the options of the length, the rate and the optimizer.
+
+    The rate is counted in steps there: parts of it in samples become whole steps.
+    """
+    batch = training.global_batch_size or 1
+    steps = training.steps or STEPS
+    numbers: dict[str, float] = {
+        "training.steps": steps,
+        "training.max_norm": training.clip_grad,
+        "optimizer.lr": training.lr,
+        "optimizer.weight_decay": training.weight_decay,
+        "optimizer.beta1": training.adam_beta1,
+        "optimizer.beta2": training.adam_beta2,
+        "optimizer.eps": training.adam_eps,
+        "lr_scheduler.warmup_steps": -(-training.lr_warmup_samples // batch),
+        "lr_scheduler.min_lr_factor": training.final_lr / training.lr if training.lr else 0.0,
+        "debug.seed": training.seed,
+    }
+    schedule = training.lr_schedule
+    if schedule == "constant":  # it never begins to decay
+        numbers["lr_scheduler.decay_ratio"] = 0.0
+    elif schedule == "wsd":
+        decay = training.lr_wsd_decay_samples or 0
+        numbers["lr_scheduler.decay_ratio"] = min(1.0, decay / (steps * batch))
+    style = WSD_DECAYS[training.lr_wsd_decay_style] if schedule == "wsd" else DECAYS[schedule]
+    found = [word for name, n in numbers.items() for word in (f"--{name}", f"{n:.12g}")]
+    return [*found, "--optimizer.name", "AdamW", "--lr_scheduler.decay_type", style]
 
 
 def layout_words(run: Config, layout: Layout) -> list[str]:
@@ -145,5 +219,8 @@ def notes(run: Config, layout: Layout) -> list[str]:
     if not flavor(model):
         sizes = f"dim={model.hidden}, n_layers={model.layers}, n_heads={model.heads}"
         sizes += f", n_kv_heads={model.kv_heads}, an MLP of {model.ffn_hidden}"
+        sizes += f", vocab_size={model.vocab_size}, rope_theta={model.rotary_base:g}"
+        sizes += f", RoPE scaling {model.rotary_scaling}" * (model.rotary_scaling != "none")
+        sizes += ", the head tied to the embedding" * model.tied
         found.append(f"torchtitan has no flavor of this shape: NEW_FLAVOR must have {sizes}")
     return found

@@ -63,6 +63,13 @@ def test_two_of_hours_days_and_gpus_give_the_third():
     assert by_both["gpus"] == 32
 
 
+@pytest.mark.parametrize(("hours", "days", "gpus"), [(5000, 3, 72), (300, 3, 8), (200, 3, 4)])
+def test_with_hours_and_days_the_run_takes_no_longer_than_those_days(hours, days, gpus):
+    answer = ask(f"budget --gpu h100 --gpu-hours {hours} --days {days}").data
+    assert answer["gpus"] == gpus
+    assert answer["found"]["the budget"]["days"] <= days
+
+
 def test_a_ratio_of_the_user_and_another_law():
     ratio = ask("budget --gpu h100 --days 10 --gpus 32 --tokens-per-parameter 100").data
     best = ratio["found"]["the budget"]

@@ -5,6 +5,8 @@ type, and its choices. The same 200 commands were also given to the parsers of b
 themselves: benchmarks/results/programs.md.
 """
 
+import dataclasses
+import itertools
 import json
 import random
 import re
@@ -14,6 +16,7 @@ import pytest
 from ranks import ROOT
 
 import plan
+from config import schema
 from config.errors import UserError
 from config.schema import Layout
 from config.spelling import preset
@@ -75,13 +78,14 @@ def wrong_in(command: list[str], options: dict[str, dict]) -> list[str]:
         own = options[word]
         if own.get("takes", 1) == 0 or own.get("type") == "bool":
             continue
-        value = next(words, "--")
-        try:
-            kinds.get(own.get("type", "str").partition(" ")[0], str)(value)
-        except ValueError:
-            wrong.append(f"{word} {value}")
-        if value.startswith("--") or ("choices" in own and value not in own["choices"]):
-            wrong.append(f"{word} {value}")
+        takes = own.get("takes", 1)
+        for value in [next(words, "--") for _ in range(takes if isinstance(takes, int) else 1)]:
+            try:
+                kinds.get(own.get("type", "str").partition(" ")[0], str)(value)
+            except ValueError:
+                wrong.append(f"{word} {value}")
+            if value.startswith("--") or ("choices" in own and value not in own["choices"]):
+                wrong.append(f"{word} {value}")
     return wrong
 
 
@@ -150,6 +154,142 @@ def test_models_that_a_program_cannot_run_are_refused_with_what_is_missing():
     for question in ("layouts", "largest", "stages"):
         with pytest.raises(UserError, match="megatron has no ALiBi"):
             plan.ask(f"{question} --for megatron --model bloom-176b --nodes 48".split())
+
+
+# For each option that Megatron-LM's command says: what of the run below changes the command, or is
+# refused. A new option of the model or of training needs a line, or is left out of SAYS.
+DENSE = "--layers 8 --hidden 1024 --heads 8 --vocab-size 32000 --norm rmsnorm --positions rotary"
+DENSE += " --activation swiglu --no-bias --no-tied"
+LATENT = f"{DENSE} --set kv_lora_rank=64 qk_nope_head_dim=64 qk_rope_head_dim=32 v_head_dim=64"
+SPARSE = f"{DENSE} --experts 16 --experts-per-token 2 --router sigmoid --balance sequence"
+GROUPED = f"{SPARSE} --set router_groups=4 router_groups_per_token=1"
+WSD = f"{DENSE} --lr-schedule wsd --lr-wsd-decay-samples 4096"
+CHANGES = {
+    DENSE: [
+        *("--layers 12", "--hidden 2048", "--heads 16", "--kv-heads 4", "--ffn-hidden 4096"),
+        *(
+            "--seq-length 2048",
+            "--positions learned --set max_positions=4096",
+            "--vocab-size 50000",
+            "--bias",
+        ),
+        *("--positions learned", "--norm layernorm", "--set norm_plus_one=true", "--tied"),
+        *("--activation gelu", "--activation relu", "--activation geglu", "--experts 4"),
+        *("--activation clamped_swiglu --set swiglu_alpha=1", "--set norm_eps=1e-6"),
+        *("--activation clamped_swiglu --set swiglu_limit=6", "--set embedding_norm=true"),
+        *("--set embedding_scaled=true", "--set rotary_base=20000", "--set rotary_base=10000.5"),
+        *("--set rotary_fraction=0.5", "--set rotary_scaling=llama3:8:1:4:8192"),
+        *("--set rotary_scaling=linear:2", "--set rotary_blocks=1:1", "--set window=256"),
+        *("--set window=256 window_blocks=1:1", "--set window=256 window_rotary_base=5"),
+        *("--set window=256 window_rotary_scaling=linear:2", "--set sinks=true"),
+        *("--set attention_softcap=50", "--set logit_softcap=30", "--set query_scalar=256"),
+        *("--set head_size=64", "--set qkv_bias=true", "--set qk_norm=head"),
+        *("--set qk_norm=full", "--block post-norm", "--block parallel"),
+        *("--set qk_norm=head --norm layernorm", "--bias --set qkv_bias=false"),
+        *("--global-batch-size 512", "--batch-tokens 1048576", "--steps 7"),
+        *("--train-samples 10240", "--rampup-batch-size 256 256 10240", "--precision fp16"),
+        *("--optimizer sgd", "--optimizer sgd --sgd-momentum 0.8", "--optimizer muon", "--lr 1e-5"),
+        *("--min-lr 1e-6", "--lr-schedule constant", "--lr-warmup-samples 2048", "--seed 7"),
+        *("--lr-decay-samples 20480", "--weight-decay 0.2", "--adam-beta1 0.8"),
+        *("--adam-beta2 0.99", "--adam-eps 1e-6", "--precision fp16 --loss-scale 1024"),
+        *("--clip-grad 2", "--init-std 0.01", "--z-loss 1e-4"),
+    ],
+    LATENT: [
+        *("--set kv_lora_rank=32", "--set q_lora_rank=32", "--set qk_nope_head_dim=32"),
+        *("--set qk_rope_head_dim=16", "--set v_head_dim=32"),
+    ],
+    SPARSE: [
+        *("--experts-per-token 4", "--expert-ffn-hidden 512", "--set first_dense_layers=1"),
+        *("--set expert_interval=2", "--router softmax", "--set router_scale=2"),
+        *("--router softmax --set router_normalised=false", "--set router_bias=true"),
+        *("--set shared_ffn_hidden=512", "--set shared_ffn_hidden=512 shared_gate=true"),
+        *("--balance global", "--balance bias", "--balance none", "--balance-rate 0.02"),
+        *("--router-z-loss 0.01", "--balance bias --router softmax"),
+    ],
+    GROUPED: ["--set router_groups=2", "--set router_groups_per_token=2"],
+    WSD: ["--lr-wsd-decay-samples 2048", "--lr-wsd-decay-style 1-sqrt"],
+}
+
+
+def command_of(words: str) -> list[str] | str:
+    """Megatron-LM's command for a run on four ranks, or why it has none."""
+    layout = Layout(tp=2, pp=2, dp=2, sequence_parallel=True, pad_vocab_multiple=128)
+    keys = dict(word.split("=") for word in words.split() if "=" in word)  # the last one holds
+    plain = [word for word in words.split() if "=" not in word and word != "--set"]
+    sets = ["--set", *map("=".join, keys.items())] if keys else []
+    try:
+        options, rest = plan.parser().parse_known_args(
+            ["layouts", "--for", "megatron", "--gpu", "h100", *plain, *sets]
+        )
+        run = plan.question_of(options, rest).config
+    except UserError as refused:
+        return str(refused)
+    return megatron_words.words(run, layout, 8)
+
+
+@pytest.mark.parametrize("base", CHANGES, ids=["dense", "latent", "sparse", "grouped", "wsd"])
+def test_every_option_that_is_said_changes_the_command_or_is_refused(base):
+    usual = command_of(base)
+    assert isinstance(usual, list), usual
+    assert wrong_in(usual, options_of("megatron")) == []
+    seen = {shlex.join(usual)}
+    for change in CHANGES[base]:
+        found = command_of(f"{base} {change}")
+        if isinstance(found, str):
+            assert "megatron has no" in found, (change, found)
+            continue
+        assert shlex.join(found) not in seen, change
+        assert wrong_in(found, options_of("megatron")) == [], change
+
+
+def test_every_option_that_is_said_has_a_line():
+    text = " ".join([*CHANGES, *itertools.chain.from_iterable(CHANGES.values())])
+    groups = (schema.ModelShape, schema.Training)
+    names = {field.name for group in groups for field in dataclasses.fields(group)}
+    words = {word.partition("=")[0].lstrip("-").removeprefix("no-") for word in text.split()}
+    missing = {name.replace("_", "-") for name in names & PROGRAMS["megatron"].says} - {
+        word.replace("_", "-") for word in words
+    }
+    assert not missing, f"lines in CHANGES for {missing}, or take them out of megatron_words.SAYS"
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_what_a_command_does_not_say_is_named(name, capsys):
+    words = f"layouts --for {name} --model llama-3-8b --gpu h100 --gpus 8 --save-every 10 --ema 0.9"
+    plan.ask(words.split())
+    assert f"note: not in {name}'s command: ema, save-every\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "lacks"),
+    [
+        ("--model llama-3-8b --set window=512", "window"),
+        ("--model qwen2.5-7b", "biases"),
+        ("--model llama-3-8b --set query_scalar=64", "query_scalar(64)"),
+        ("--model llama-3-8b --optimizer muon", "--optimizer muon"),
+        ("--model llama-3-8b --precision fp16", "--precision fp16"),
+    ],
+)
+def test_what_no_flavor_of_torchtitan_has_is_refused(words, lacks):
+    with pytest.raises(UserError, match=f"torchtitan.*{re.escape(lacks)}"):
+        plan.ask(f"layouts --for torchtitan --gpu h100 --gpus 8 {words}".split())
+
+
+def test_torchtitans_rate_is_that_of_the_run():
+    shape = "--model llama-3-8b --gpu h100 --gpus 8 --global-batch-size 64 --steps 100 --lr 1e-3"
+    words = f"{shape} --lr-schedule wsd --lr-wsd-decay-samples 640 --lr-wsd-decay-style 1-sqrt"
+    words += " --lr-warmup-samples 128 --min-lr 1e-4 --adam-beta2 0.9 --seed 3"
+    options, rest = plan.parser().parse_known_args(f"layouts --for torchtitan {words}".split())
+    run = plan.question_of(options, rest).config
+    command = torchtitan_words.words(run, Layout(dp=8, zero=3), 8)
+    found = dict(itertools.pairwise(command))
+    assert float(found["--lr_scheduler.decay_ratio"]) == 0.1
+    assert float(found["--lr_scheduler.min_lr_factor"]) == pytest.approx(0.1)
+    assert found["--lr_scheduler.warmup_steps"] == "2"
+    assert found["--lr_scheduler.decay_type"] == "sqrt"
+    assert found["--optimizer.beta2"] == "0.9"
+    assert found["--debug.seed"] == "3"
+    assert wrong_in(command, options_of("torchtitan")) == []
 
 
 def test_other_questions_answer_for_a_program_too():
