@@ -30,7 +30,7 @@ with errors.installed():
     from checkpointing.resumed import inherited_options
     from config.cli import Parser
     from config.command_line import parse_request
-    from config.errors import UserError, exit_with
+    from config.errors import UserError, exit_with, printable
     from config.paths import check_folder
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
@@ -153,9 +153,9 @@ def main(arguments: list[str]) -> None:
     if options.command in ("show", "verify"):
         for prefix in options.prefixes:
             if options.command == "verify":
-                print(verify(prefix))
+                print(printable(verify(prefix)))
             else:
-                print(show(prefix, options.seq_length))
+                print(printable(show(prefix, options.seq_length)))
         return
     if not options.out or not os.path.basename(options.out):
         raise UserError(f"{options.command} needs --out PREFIX, as data/books")

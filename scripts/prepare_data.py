@@ -36,7 +36,7 @@ with errors.installed():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from config.cli import Parser
-    from config.errors import UserError
+    from config.errors import UserError, printable
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
         SHOWN,
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
     paths = find_files(options.paths, options.stdlib, unknown, options.as_text, options.json_key)
     if unknown:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unknown.items()))
-        print(f"not read, because their kind is not known: {kinds}", flush=True)
+        print(printable(f"not read, because their kind is not known: {kinds}"), flush=True)
     job = PartialJob(options.out, _facts(options, paths))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -3,6 +3,7 @@ would accuse rounding, or miss a fault.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -317,6 +318,21 @@ def test_runs_without_traces_get_the_commands_that_make_them(traces, tmp_path, c
         runs.run_command(["diff", str(a), str(tmp_path)])
 
 
+def test_the_commands_of_a_resumed_run_are_those_of_its_first_start(tmp_path):
+    """A later start takes from its checkpoint what the command does not say."""
+    words = (
+        "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --steps 2 --save-every 2"
+    )
+    for more in (words, "--resume auto --steps 3"):
+        done = fork_one("train.py", *more.split(), "--device", "cpu", "--out", str(tmp_path))
+        assert done.status == 0, done.err
+    for path in tmp_path.glob("checkpoints/*"):
+        shutil.rmtree(path)
+    for command in diff.compare(tmp_path, tmp_path)["commands"]:
+        assert "--layers 1 --hidden 8" in command
+        assert "--resume" not in command
+
+
 def test_a_step_of_176b_is_at_most_a_megabyte():
     model = build({"model": "bloom-176b", "steps": 1}).model
     activations = activation_names(model.layers)
@@ -355,6 +371,63 @@ def test_a_sample_that_only_one_run_has_read_is_a_difference_of_the_data(tmp_pat
     np.savez(path, **arrays)
     (note,) = diff.compare(*folders)["notes"]
     assert "has 8 samples in A and 16 in B: its activations are not compared" in note
+
+
+def test_a_tensor_that_one_run_lacks_is_a_difference(tmp_path):
+    """A bias that is 0 in one run and absent in the other, and what a trace has not counted."""
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --device cpu --steps 1"
+    for name, more in (("a", ()), ("b", ("--no-bias",)), ("c", ())):
+        out = ("--trace-numerics", "1", "--out", str(tmp_path / name))
+        done = fork_one("train.py", *words.split(), *more, *out)
+        assert done.status == 0, done.err
+    a, b, c = (tmp_path / name for name in "abc")
+    for pair, has in (((a, b), "A"), ((b, a), "B")):
+        found = diff.compare(*pair)
+        assert found["tensor"]["only"] == has
+        assert found["tensor"]["kind"] == "weights before"
+        assert found["tensor"]["name"].endswith(".bias")
+        printed = diff.text(found)
+        assert f"only {has} has it" in printed
+        assert diff.METRICS not in printed
+        shares = layers.by_layer(*pair)["shares"]
+        assert shares[2][layers.by_layer(*pair)["layers"].index("block 0")] == [1e300]
+    assert diff.compare(a, c)["tensor"] is None
+
+    path = c / "numerics/step-000001.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    about = json.loads(arrays["about"].tobytes())
+    written = arrays["values"].copy()
+    place = 8 * about["activations"].index("blocks.0.attention")
+    arrays["values"][place : place + 8] = 0
+    np.savez(path, **arrays)
+    found = diff.compare(a, c)["tensor"]
+    assert (found["name"], found["only"]) == ("blocks.0.attention", "A")
+    gradients = 8 * len(about["activations"])  # the first kind of the parameters' rows
+    name = "blocks.0.mlp.up.weight"
+    arrays["values"] = written
+    arrays["values"][gradients + about["parameters"].index(name)] = 0
+    np.savez(path, **arrays)
+    found = diff.compare(a, c)["tensor"]
+    assert (found["kind"], found["name"], found["only"]) == ("gradient", name, "A")
+
+
+def test_an_evaluation_of_other_texts_is_a_difference(tmp_path):
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --device cpu --steps 1"
+    a, b = tmp_path / "a", tmp_path / "b"
+    done = fork_one("train.py", *words.split(), "--out", str(a))
+    assert done.status == 0, done.err
+    shutil.copytree(a, b)
+    for folder, loss in ((a, 4.0), (b, 4.5)):
+        rows = [{"iteration": 1, "validation_loss": 4.2}, {"iteration": 1, "books_loss": loss}]
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    found = diff.compare(a, b)
+    assert found["losses"] is None
+    assert found["evaluations"]["of"] == "books_loss"
+    assert found["differs"]
+    assert "step 1: the evaluation's books_loss is 4 in A and 4.5 in B" in diff.text(found)
+    assert not diff.compare(a, a)["differs"]
 
 
 @pytest.mark.parametrize("name", ["blocks.0.attention", "gradient of blocks.0"])
