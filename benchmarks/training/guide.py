@@ -3,13 +3,12 @@
     python benchmarks/training/guide.py
 
 In a copy of the repository, one block after the other, as a reader would type them. Seconds are by
-the clock and of the processors, of all ranks together: on a machine that does other work the latter
-say how long two idle cores would need. Writes benchmarks/results/guide_months.md. RuntimeError if a
-command ends with another status than 0.
+the clock, so the machine should do nothing else: the load at the start and the end is written with
+them. Writes benchmarks/results/guide_months.md. RuntimeError if a command ends with another status
+than 0.
 """
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,17 +27,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "guide_months.md"
 LIMIT = 900  # seconds by the clock, that the guide promises
 
 
-def processor_seconds() -> float:
-    """The user and system seconds of all ended children."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def measure(block: str, folder: Path) -> tuple[float, float]:
-    """Run a block; return its seconds by the clock and of the processors."""
+def measure(block: str, folder: Path) -> float:
+    """Run a block; return its seconds."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    began, before = time.monotonic(), processor_seconds()
+    began = time.monotonic()
     done = subprocess.run(
         ["bash", "-c", f"set -e\n{block}"],
         cwd=folder,
@@ -48,7 +41,7 @@ def measure(block: str, folder: Path) -> tuple[float, float]:
     )
     if done.returncode:
         raise RuntimeError(f"{block}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return time.monotonic() - began, processor_seconds() - before
+    return time.monotonic() - began
 
 
 def main() -> None:
@@ -59,20 +52,19 @@ def main() -> None:
         load = os.getloadavg()[0]
         for block in commands():
             name = block.splitlines()[0].split(" \\")[0][:60].strip("\\ ")
-            rows.append((name, *measure(block, folder)))
+            rows.append((name, measure(block, folder)))
             print(*rows[-1], flush=True)
-    clock, processors = (sum(column) for column in list(zip(*rows, strict=True))[1:])
+    total = sum(seconds for _, seconds in rows)
     command = "python benchmarks/training/guide.py"
     facts = f"Load average at the start {load:.1f}, at the end {os.getloadavg()[0]:.1f}."
     lines = head("The guide of a run over months, in full length", command, facts)
     lines += [
-        "Seconds by the clock, and of the processors, of all ranks together. The limit is",
-        f"{LIMIT} s by the clock on a machine that does nothing else.",
+        f"Seconds by the clock. The limit is {LIMIT} s on a machine that does nothing else.",
         "",
-        "| block | by the clock | of the processors |",
-        "| --- | --: | --: |",
-        *(f"| `{name}` | {clock:.0f} | {used:.0f} |" for name, clock, used in rows),
-        f"| all | {clock:.0f} | {processors:.0f} |",
+        "| block | seconds |",
+        "| --- | --: |",
+        *(f"| `{name}` | {seconds:.0f} |" for name, seconds in rows),
+        f"| all | {total:.0f} |",
     ]
     RESULTS.write_text("\n".join(lines) + "\n")
 
