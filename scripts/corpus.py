@@ -54,6 +54,15 @@ def check_out(prefix: str, example: str = "data/books") -> None:
     check_folder("the folder of --out,", os.path.dirname(prefix) or ".")
 
 
+def note_replaced(prefix: str) -> None:
+    """Print a line on stderr if a corpus has this prefix already, before it is written anew."""
+    tokens = Path(f"{prefix}.bin")
+    if tokens.exists():
+        size = f"{tokens.stat().st_size:,} bytes"
+        note = f"note: {tokens} is there ({size}): this corpus takes its place when it is complete"
+        print(printable(note), file=sys.stderr)
+
+
 def write_checksums(prefix: str) -> None:
     """Write the file of checksums beside a pair."""
     partial = f"{prefix}.{os.getpid()}.partial.sha256"
@@ -164,6 +173,8 @@ def main(arguments: list[str]) -> None:
     outs = [options.out] + [f"{options.out}.{number}" for number in range(shares)]
     for out in outs:
         refuse_inputs(out, options.prefixes)
+    for out in outs[:1] if options.command == "merge" else outs[1:]:
+        note_replaced(out)
     parts = [IndexedDataset(prefix) for prefix in options.prefixes]
     every = [(part, range(len(part.documents) - 1)) for part in parts]
     if options.command == "merge":

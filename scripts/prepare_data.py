@@ -49,7 +49,7 @@ with errors.installed():
         without_links,
     )
     from corpora.tokenizer_files import Settings, write_settings
-    from scripts.corpus import check_out, run
+    from scripts.corpus import check_out, note_replaced, run
     from scripts.documents import Documents, copy_documents
     from scripts.encode_documents import PartialPair, Source, chunks, encode_all
     from scripts.encoders import load_encoder, settings_of
@@ -186,6 +186,7 @@ def main(arguments: list[str]) -> None:
         if job.goes_on:
             print(f"going on from {job.path}", flush=True)
         if "published" not in job.state:
+            note_replaced(options.out)
             prepare(job, paths, options)
         job.publish()
         job.remove()
