@@ -58,7 +58,7 @@ with errors.installed():
     from config import tensors
     from config.cli import Parser
     from config.command_line import make_model
-    from config.errors import UserError
+    from config.errors import UserError, printable
     from config.families import FAMILIES
 
 
@@ -121,7 +121,7 @@ def run_command(arguments: list[str]) -> None:
     if options.command == "import":
         from checkpointing.hf_export import import_weights
 
-        import_weights(options.source, options.target, print)
+        import_weights(options.source, options.target, lambda line: print(printable(line)))
         print(f"weights of {options.source} are in {options.target}, their shape in its run.json;")
         print(f"to begin training with them: --resume {options.target} --load-weights-only")
         return
@@ -132,7 +132,7 @@ def run_command(arguments: list[str]) -> None:
         return
     folder = folders.find_checkpoints(options.source)[0]  # of a run: the newest checkpoint
     if options.command == "show":
-        print(show(folder))
+        print(printable(show(folder)))
         return
     # Both verify and export compare the checksums of all files.
     manifest = check_files(folder, contents=True)
@@ -140,7 +140,7 @@ def run_command(arguments: list[str]) -> None:
     if options.command == "verify":
         with Index(folder) as index:
             for line in _undescribed(index):
-                print(line)
+                print(printable(line))
     if options.command == "export":
         from checkpointing.hf_export import export_weights
 
@@ -153,7 +153,7 @@ def run_command(arguments: list[str]) -> None:
             options.family,
             options.ema,
         )
-        print(f"{options.target}: {', '.join(files)}")
+        print(printable(f"{options.target}: {', '.join(files)}"))
         if "tokenizer.json" not in files:
             print("without a tokenizer: the checkpoint has none, and --tokenizer names none")
 
@@ -175,7 +175,7 @@ def _merge(sources: list[str], target: str, weights: str, averaged: bool) -> Non
     shares = shares_of(weights, len(found))
     for folder in found:
         check_files(folder, contents=True)
-    print("\n".join(merge(found, shares, target, averaged)))
+    print(printable("\n".join(merge(found, shares, target, averaged))))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 from config import errors, paths  # imported first, since it ends with an error if Python is too old
 from config.cli import Parser
 from config.command_line import options_help, parse_request
-from config.errors import UserError
+from config.errors import UserError, printable
 from config.schema import Layout, ModelShape
 
 with errors.installed("planning needs no other, `pip install numpy`"):
@@ -152,7 +152,8 @@ def main(arguments: list[str] | None = None) -> None:
     gc.disable()
     with errors.sentences():
         answer = ask(arguments)
-        print(json.dumps(answer.data, indent=1) if "--json" in arguments else answer.text)
+        text = json.dumps(answer.data, indent=1) if "--json" in arguments else answer.text
+        print(printable(text))
 
 
 def ask(arguments: list[str]) -> Answer:

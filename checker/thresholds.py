@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from config.errors import UserError
+
 # For each constant its module and the small value. Some tensors of a small run are above it, and
 # some below: matrices have some 2,000 elements, the logits of a micro-batch 3,000, its activations
 # 2,000 numbers of 8 bytes.
@@ -31,8 +33,15 @@ SMALL: dict[tuple[str, str], Any] = {
 
 @contextlib.contextmanager
 def small_thresholds() -> Iterator[None]:
-    """Have the small sizes in their modules, in this process, until the context ends."""
+    """Have the small sizes in their modules, in this process, until the context ends.
+
+    Raise UserError for a constant that the checked code has no more.
+    """
     modules = {module: import_module(module) for module, _ in SMALL}
+    for module, name in SMALL:
+        if not hasattr(modules[module], name):
+            text = f"checker/thresholds.py names {module}.{name}, which is not there: take it out"
+            raise UserError(text)
     before = {(module, name): getattr(modules[module], name) for module, name in SMALL}
     try:
         for (module, name), value in SMALL.items():

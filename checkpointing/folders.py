@@ -225,13 +225,20 @@ def find_checkpoints(path: str) -> list[str]:
     """Return the folders of the checkpoints that a user's `path` may mean, the newest first.
 
     `path` is a checkpoint, a folder of checkpoints, or a run's folder. Raise UserError if it has
-    none in place, but some that were set aside. Any other path is returned as it is, so that
-    `read_manifest` raises an error that names the missing file.
+    none in place, but some that were set aside, or if it is both of the latter: the folder of an
+    import in which a run has saved. Any other path is returned as it is, so that `read_manifest`
+    raises an error that names the missing file.
     """
     if is_checkpoint(path):
         return [path]
     parent = os.path.join(path, CHECKPOINTS)
-    inside = list_checkpoints(path) or list_checkpoints(parent)
+    own, of_run = list_checkpoints(path), list_checkpoints(parent)
+    if own and of_run:
+        raise UserError(
+            f"{path} has checkpoints in two places: {own[0]}, and those of a run, the newest "
+            f"{of_run[0]}. Give one of them"
+        )
+    inside = own or of_run
     if not inside:
         refuse_set_aside(parent)
         refuse_set_aside(path)

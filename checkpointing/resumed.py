@@ -9,7 +9,6 @@ checkpoint yet, so the past that counts is the one that rank 0 reads for all ran
 the state. Torch is not needed here.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -88,12 +87,15 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     branch_from = given.get("branch_from")
     if not all(isinstance(path, str) for path in (resume, out, branch_from or "")):
         return Inherited()
+    problem = ""
     for folder in candidates(str(resume), str(out), branch_from):
-        with contextlib.suppress(UserError):
+        try:
             saved, model, past = _read(folder)
             break
+        except UserError as error:
+            problem = problem or str(error)
     else:
-        return Inherited()
+        return Inherited(problem=problem)
     if given.get("load_weights_only"):
         return Inherited(model=model, folder=folder)
     options = inherited(saved, given)

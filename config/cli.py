@@ -17,6 +17,7 @@ UNITS.update({"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30})
 # argparse's messages for a word that is no number, and for one that is none of the choices.
 WRONG_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.*)", re.DOTALL)
 WRONG_CHOICE = re.compile(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
@@ -60,7 +61,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a UserError; if options are missing, it names --help.
 
-        A word that is no number, and a word that is none of the choices, get our own sentence.
+        A word that is no number, and a word that is none of the choices, get our own sentence. An
+        unknown option gets the name of the option that is like it.
         """
         wrong_number = WRONG_NUMBER.fullmatch(message)
         if wrong_number:
@@ -70,7 +72,21 @@ class Parser(argparse.ArgumentParser):
         if wrong_choice:
             value, names = wrong_choice.groups()
             message += nearest(value, re.findall(r"[\w-]+", names))
+        unknown = UNKNOWN.fullmatch(message)
+        if unknown:  # the first option among them is the mistake, or the first word
+            words = unknown[1].split()
+            name = next((word for word in words if word.startswith("--")), words[0])
+            message += nearest(name.partition("=")[0], self._known_flags(), at_least=0.8)
         raise UserError(message + "; see --help" * ("are required" in message))
+
+    def _known_flags(self) -> list[str]:
+        """Return the flags of this parser and of its commands."""
+        flags = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action.choices, dict):  # the parsers of commands, by name
+                for parser in action.choices.values():
+                    flags += parser._option_string_actions
+        return flags
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but raise UserError for an empty text, as in --resume "$UNSET".

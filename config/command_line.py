@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from config import stages
 from config.cli import Parser, check_decoded, number, whole_number
-from config.errors import UserError, nearest
+from config.errors import UserError, nearest, printable
 from config.inherited import Inherited
 from config.regular_files import open_regular
 from config.run_options import Run, as_typed
@@ -160,6 +160,8 @@ def parse_request(
     base = taken.model if given.keys().isdisjoint(SHAPE) else None
     if base is None and not taken.folder:
         given = _with_resumed(given)  # with model and precision in its run.json
+        if taken.problem and given.keys().isdisjoint({"model", *SHAPE}):
+            raise UserError(taken.problem)  # that the model is not given follows from it
     if given.keys() >= BATCH_SIZES:
         raise UserError("give one of --global-batch-size and --batch-tokens; both were given")
     if "batch_tokens" in given:  # the model is built to know its seq_length
@@ -186,7 +188,9 @@ def parse_request(
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     if taken.note:
         notes.append(taken.note)
-    return Request(config, frozenset(given), tuple(notes), given.get("model"), taken)
+    # Notes may have texts of a model's or a checkpoint's files.
+    shown = tuple(map(printable, notes))
+    return Request(config, frozenset(given), shown, given.get("model"), taken)
 
 
 def _has_other_values(given: Mapping[str, Any]) -> bool:
@@ -523,7 +527,7 @@ def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
     name = "--" + f.name.replace("_", "-")
     kind: Any = meta["item"] if meta["nargs"] else f.type
     default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-    text = meta["help"] + ("" if f.default is None else f" (default: {default})")
+    text = meta["help"] + ("" if f.default in (None, ()) else f" (default: {default})")
     keywords = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if kind is bool:
         section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)

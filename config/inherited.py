@@ -42,7 +42,7 @@ class Inherited:
     options: the values of options that were not given, by name. model: the checkpoint's model; None
     if there is no checkpoint. past: what was done before. folder: the checkpoint. changed: options
     of an earlier version that are constants now, where the checkpoint has another value. plan: the
-    stages of the run (--stages).
+    stages of the run (--stages). problem: why the newest checkpoint cannot be read, if none can.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -51,6 +51,7 @@ class Inherited:
     folder: str = ""
     changed: tuple[str, ...] = ()
     plan: StagePlan | None = None
+    problem: str = ""
 
     @property
     def note(self) -> str:

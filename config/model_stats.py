@@ -14,6 +14,7 @@ model.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from config import block_kinds
@@ -68,8 +69,12 @@ def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
     return block_kinds.total(model, _block_parameters, first, last)
 
 
+@lru_cache(maxsize=256)
 def _block_parameters(model: ModelShape) -> int:
-    """Parameters of one block of a model whose blocks are alike."""
+    """Parameters of one block of a model whose blocks are alike.
+
+    The result is cached: a plan asks for it once for every stage of every layout.
+    """
     h = model.hidden
     mlps, _ = model.mlps  # the number of experts, or 1
     # The matrices of queries, keys and values and of the attention's output, and their biases.

@@ -93,7 +93,7 @@ class ModelShape:
     )
     activation: str = option(
         "gelu_tanh",
-        "MLP activation; swiglu, geglu and clamped_swiglu have a gate",
+        f"MLP activation; {', '.join(GATED)} have a gate",
         choices=("gelu", "gelu_tanh", "relu", *GATED),
     )
     swiglu_alpha: float = option(
@@ -191,7 +191,7 @@ class ModelShape:
     )
     query_scalar: float = option(
         None,
-        "attention's scores are divided by its root, default: head_size",
+        "attention's scores are divided by its root, default: head_size; head_size squared: muP",
         above=0.0,
         file_only=True,
     )
@@ -462,7 +462,7 @@ def rows_along(axes: Mapping[str, int], names: Collection[str]) -> list[tuple[in
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over the ranks of a mesh; `coordinates` has the order of ranks."""
+    """How a model is spread over ranks: neighbouring ranks are in one tp group, then cp, dp, pp."""
 
     tp: int = option(1, "tensor-parallel ranks", minimum=1)
     pp: int = option(1, "pipeline-parallel ranks", minimum=1)
@@ -479,7 +479,7 @@ class Layout:
     )
     schedule: str = option(
         "1f1b",
-        "pipeline schedule; auto: the fastest in simulation within 1F1B's memory",
+        "pipeline schedule; auto: the fastest that needs at most 1.1 times 1F1B's memory",
         choices=SCHEDULES,
     )
     schedule_costs: str = option(
@@ -491,7 +491,9 @@ class Layout:
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2
     )
     partition: str = option(
-        "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
+        "balanced",
+        "blocks per stage: balanced by time; blocks: embedding and head count as a block each; "
+        "layers: they count as none; or a list N,N,...",
     )
     micro_batch_size: int = option(
         1,

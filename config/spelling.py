@@ -66,6 +66,7 @@ class Translation:
         """
         if "--num-experts" in self.ours and "bias" not in values:
             values = values | {"bias": True}  # as theirs; experts here have none, which is refused
+        self._check_meaning(values)
         if not self.iterations and self.warmup_fraction is None:
             return values
         steps = values.get("batch_schedule")
@@ -82,6 +83,24 @@ class Translation:
             decay = finished.get("lr_decay_samples", total)
             finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
         return finished
+
+    def _check_meaning(self, values: dict[str, Any]) -> None:
+        """Note, or refuse, translated options that mean something else beside other options.
+
+        values: the options by name. Raise UserError for --qk-layernorm without RMSNorm.
+        """
+        if "--qk-layernorm" in self.ours and values.get("norm", "layernorm") != "rmsnorm":
+            raise UserError(
+                "--qk-layernorm is a LayerNorm in Megatron-LM without --normalization RMSNorm, and "
+                "--set qk_norm=head is an RMSNorm in any model: give one of these"
+            )
+        hidden = values.get("hidden")
+        if "--swiglu" in self.ours and hidden and "ffn_hidden" not in values:
+            width = int(4 * hidden * 2 / 3 / 64) * 64
+            self.instead.append(
+                f"--swiglu without --ffn-hidden-size: Megatron-LM's MLP has {width} columns, and "
+                "here it is 8/3 of the hidden size, rounded up"
+            )
 
 
 def translate(words: list[str]) -> Translation:

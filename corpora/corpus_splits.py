@@ -94,9 +94,15 @@ class Corpora:
         taken: dict[str, int] = {}  # samples of each corpus in these orders
         places: dict[str, str] = {}  # the prefix of each corpus, by where its tokens are
         found: list[StageSamples | None] = []
+        # What the stage before reads, and where that began: a stage that reads the same goes on in
+        # its blend, so that a branch reads what the stable run would have read.
+        reads_before: tuple[list[str], list[float], int] | None = None
+        begins: list[int] = []
+        first = 0
         for stage, stop in zip(stages, ends):
             count = max(0, stop - stage.samples)
             if stage.data == ("synthetic",):
+                reads_before = None
                 found.append(None)
                 continue
             if config.past.ordered and stage is stages[0]:  # a past without stages
@@ -126,12 +132,16 @@ class Corpora:
                         f"seq-length({stage.length}) + 1"
                     )
             of_stage = [streams[prefix] for prefix in prefixes]
+            shares = normalise(weights or [stream.tokens for stream in of_stage])
+            reads = prefixes, shares, stage.length
+            if reads != reads_before:
+                reads_before = reads
+                begins, first = [positions[prefix] for prefix in prefixes], stage.samples
             order = None
             if len(prefixes) > 1:
-                shares = normalise(weights or [stream.tokens for stream in of_stage])
-                order = find_blend_order(normalise(shares), max(1, count), self.cache)
-            begins = [positions[prefix] for prefix in prefixes]
-            part = OfStreams(of_stage, begins, stage.samples, stage.length, order)
+                size = stage.samples + count - first
+                order = find_blend_order(normalise(shares), max(1, size), self.cache)
+            part = OfStreams(of_stage, begins, first, stage.length, order)
             read_here = part.count_by_corpus(stage.samples, stage.samples + count)
             for prefix, samples_read in read_here.items():
                 positions[prefix] += samples_read * stage.length

@@ -261,9 +261,9 @@ class StageSamples(Protocol):
 class OfStreams:
     """The samples of a stage that reads streams, by weight.
 
-    streams, positions: of each corpus, and where it is when the stage begins. first: the number of
-    the stage's first sample in the run. length: the tokens of a sample. order: which corpus each
-    sample is from; None: there is one corpus.
+    streams, positions: of each corpus, and where it is before sample `first` of the run, with which
+    this stage begins, or stages before it that read the same. length: the tokens of a sample.
+    order: which corpus each sample from `first` on is from; None: there is one corpus.
     """
 
     streams: Sequence[CorpusStream]

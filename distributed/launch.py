@@ -35,6 +35,8 @@ BY_VARIABLES = (
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The first words of variables of launchers that give a rank, but not the number of ranks.
 ONLY_RANKS = ("PALS",)
+# Words of variables that count nodes, or number them.
+OF_NODES = {"NODE", "NODES", "NNODES"}
 SHARED_MEMORY = "/dev/shm"
 # MPICH 5.0 makes a file of this size for each rank of a node; with UCX, files of these sizes more.
 MPICH_BYTES = 1_065_000
@@ -98,24 +100,31 @@ def _refuse_unknown_launcher(env: Mapping[str, str]) -> None:
 
     Each of them would train alone, on the same samples. Launchers name the variables differently,
     but in pairs with the same first word: WORLD_SIZE and RANK, FLUX_JOB_SIZE and FLUX_TASK_RANK,
-    JSM_NAMESPACE_SIZE and JSM_NAMESPACE_RANK, PALS_RANKID alone. Slurm's are known (check_launch).
+    JSM_NAMESPACE_SIZE and JSM_NAMESPACE_RANK, PALS_RANKID alone. What starts one command on each of
+    several nodes numbers the nodes: NNODES and NODE_RANK, SKYPILOT_NUM_NODES and
+    SKYPILOT_NODE_RANK. Slurm's are known (check_launch).
     """
     ranks = {}  # by the first word of the name, a variable with the number of this process
     sizes = {}  # and a variable with the number of processes
     for name, value in sorted(env.items()):
         words = name.split("_")
-        family = words[0] if len(words) > 1 else ""
-        # Numbers on a node, or of nodes, do not say whether there are several processes.
-        is_partial = {"LOCAL", "NODE", "GROUP", "UNIVERSE", "CROSS", "SLURM", "ROLE"} & set(words)
+        family = words[0] if len(words) > 1 and words[0] not in OF_NODES else ""
+        # Numbers on a node, or of torchrun's groups, do not say whether there are several.
+        is_partial = {"LOCAL", "GROUP", "UNIVERSE", "CROSS", "SLURM", "ROLE", "PER"} & set(words)
         if is_partial or not (value.isascii() and value.isdecimal() and len(value) < 10):
             continue
-        family = "" if name == "WORLD_SIZE" else family
-        if words[-1] in ("RANK", "RANKID", "PROCID"):
-            ranks[family] = name
-        elif words[-1] in ("SIZE", "NPROCS", "NRANKS", "NTASKS", "RANKS"):
-            sizes[family] = name
-    for family, rank in ranks.items():
-        size = sizes.get(family)
+        family = "" if name in ("WORLD_SIZE", "NUM_NODES") else family
+        of_nodes = bool(OF_NODES & set(words))
+        if words[-1] in ("RANK", "RANKID", "PROCID", *(("INDEX",) if of_nodes else ())):
+            ranks[family, of_nodes] = name
+        elif words[-1] in ("SIZE", "NPROCS", "NRANKS", "NTASKS", "RANKS", "NODES", "NNODES"):
+            sizes[family, of_nodes] = name
+        elif of_nodes and words[-1] == "COUNT":
+            sizes[family, True] = name
+    for (family, of_nodes), rank in ranks.items():
+        size = sizes.get((family, of_nodes))
+        if of_nodes and not size:  # it may be the number in the name of a node
+            continue
         several = int(env[size]) > 1 if size else int(env[rank]) > 0 or family in ONLY_RANKS
         if several:
             of = f" of {env[size]} ({size})" if size else ""
@@ -125,6 +134,12 @@ def _refuse_unknown_launcher(env: Mapping[str, str]) -> None:
                 f"set {', '.join(RENDEZVOUS)} and, for several ranks on a node, LOCAL_RANK and "
                 f"LOCAL_WORLD_SIZE; to train alone, unset {rank}"
             )
+    if sizes.get(("", False)) == "WORLD_SIZE" and int(env["WORLD_SIZE"]) > 1:
+        raise UserError(
+            f"WORLD_SIZE is {env['WORLD_SIZE']}, and no variable says which of these ranks this "
+            f"process is: it would train alone. Set {', '.join(RENDEZVOUS)}, start the ranks with "
+            f"srun, mpirun or torchrun, or to train alone, unset WORLD_SIZE"
+        )
 
 
 def _number(env: Mapping[str, str], name: str, below: str = "") -> int:

@@ -140,7 +140,11 @@ def _replacements(
     draw = parallel.draw_normal
     bit_hash = replica_check.bit_hash
     # Weights are drawn by chunks. The first chunk reaches the peak of memory, so only it is drawn.
-    yield parallel, "draw_normal", lambda out, *options: draw(_start(out, DRAWN_AT_ONCE), *options)
+    yield (
+        parallel,
+        "draw_normal",
+        lambda out, *options, **more: draw(_start(out, DRAWN_AT_ONCE), *options, **more),
+    )
     yield token_exchange, "counts_on_host", counts_of_routing(meter, routing)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
 

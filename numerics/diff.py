@@ -4,11 +4,12 @@
     result = compare_restart(folder)    the steps of a run that were trained again after a stop
     print(text(result))                 one screen
 
-The result has five parts: whether both runs have read the same samples, by the hashes in their
+The result has six parts: whether both runs have read the same samples, by the hashes in their
 run.json; learning rates, numbers of samples and options that differ; the first step whose
-loss or gradient norm differs by more than rounding explains; if both runs have traces of a step
-(--trace-numerics), the first tensor, in the order of execution, that differs by more than rounding
-explains; if they have no such traces, the commands that write them.
+loss or gradient norm differs by more than rounding explains; the first evaluation that does; if
+both runs have traces of a step (--trace-numerics), the first tensor, in the order of execution,
+that differs by more than rounding explains or that one run lacks; if they have no such traces, the
+commands that write them.
 """
 
 import shlex
@@ -22,6 +23,7 @@ import numpy as np
 
 from config.errors import UserError, number_ranges
 from config.schema import Layout
+from numerics.checks import is_number, is_texts
 from numerics.places import described, place
 from numerics.record import Record, differing, last_two_parts, option_lines, options, read_steps
 from numerics.traces import EPSILON, TINY, Pair, Row, Trace, read
@@ -52,8 +54,8 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         # No step is traced in both runs: name the commands that trace the step that differs.
         suffixes = ["-traced", "-traced"]
         result["commands"] = _tracing_commands(records, result["losses"], suffixes)
-    differences = result["data"] or result["tensor"] or result["settings"] or result["losses"]
-    result["differs"] = bool(differences)
+    kinds = ("data", "tensor", "settings", "losses", "evaluations")
+    result["differs"] = any(result[kind] for kind in kinds)
     return result
 
 
@@ -73,7 +75,8 @@ def compare_restart(folder: Path) -> dict[str, Any]:
         raise UserError(f"{resumed}: it has trained no step twice")
     result = _compare_records(records, [f"{folder} before the last stop", f"{folder} after it"])
     result |= {"traces": [], "tensor": None, "measured_in_steps": []}
-    result["differs"] = bool(result["data"] or result["settings"] or result["losses"])
+    kinds = ("data", "settings", "losses", "evaluations")
+    result["differs"] = any(result[kind] for kind in kinds)
     result["commands"] = []
     if result["differs"]:
         suffixes = ["-traced-before", "-traced-after"]
@@ -114,6 +117,8 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
 
     settings: per column of SETTINGS, the first step at which it differs. losses: the first step at
     which the loss or the gradient norm differs by more than rounding explains, or None.
+    evaluations: the first evaluation whose loss differs so, or None; it differs alone if other
+    texts are evaluated.
     """
     rows = []
     epsilon = 0.0  # the relative rounding of a number in the coarser precision of the two runs
@@ -130,11 +135,29 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
         _first_difference(rows, "loss", unit),
         _first_difference(rows, "grad_norm", unit * NORM_OVER_LOSS),
     ]
-    found = list(filter(None, losses))
+    of_evaluations = [_evaluations(record.rows) for record in records]
+    names = {name for rows in of_evaluations for row in rows.values() for name in row}
+    evaluations = [_first_difference(of_evaluations, name, unit) for name in sorted(names)]
     return {
         "settings": list(filter(None, settings)),
-        "losses": min(found, key=itemgetter("step"), default=None),
+        "losses": _earliest(losses),
+        "evaluations": _earliest(evaluations),
     }
+
+
+def _earliest(found: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the difference of the first step; None if there is none."""
+    return min(filter(None, found), key=itemgetter("step"), default=None)
+
+
+def _evaluations(rows: list[dict[str, Any]]) -> Rows:
+    """Return the losses of evaluations by their columns, such as "validation_loss", by step."""
+    found: Rows = {}
+    for row in rows:
+        losses = {n: value for n, value in row.items() if n.endswith("_loss") and is_number(value)}
+        if "loss" not in row:
+            found[row["iteration"]] = found.get(row["iteration"], {}) | losses
+    return found
 
 
 def _first_difference(rows: list[Rows], name: str, unit: float) -> dict[str, Any] | None:
@@ -175,14 +198,15 @@ def _compare_traces(records: list[Record]) -> dict[str, Any]:
     measured = []
     notes = []
     for name in names:
-        traces = [read(record.folder / "numerics" / name) for record in records]
+        a, b = (read(record.folder / "numerics" / name) for record in records)
+        traces = (a, b)
         measured = [trace.about["response_step"] for trace in traces]
         for fact in ("samples", "bins"):
             in_a, in_b = (trace.about[fact] for trace in traces)
             if in_a != in_b:
                 both = f"{in_a} {fact} in A and {in_b} in B"
                 notes.append(f"numerics/{name} has {both}: its activations are not compared")
-        tensor = _tensor(Pair(*traces), records)
+        tensor = _tensor(Pair(a, b), records)
         if tensor:
             break
     return {"traces": names, "tensor": tensor, "measured_in_steps": measured, "notes": notes}
@@ -211,8 +235,8 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
         raise UserError(f"{run} has no traces: train it with --trace-numerics STEP")
     ours = read(run / "numerics" / names[0])
     sketches = activations(str(folder), run_files.config_of(str(run)), ours.about)
-    # `theirs` becomes a trace like ours, of one rank. The sketches of its parameters are 0, which
-    # leaves them out of the comparison, and the responses to rounding are those of our trace.
+    # `theirs` becomes a trace like ours, of one rank. The sketches of its parameters are 0, since
+    # its pass has no gradients and no state, and the responses to rounding are those of our trace.
     about = ours.about | {"layout": asdict(Layout(dp=1))}
     if about["precision"] != "fp64":
         about["precision"] = "fp32"
@@ -221,7 +245,7 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
     theirs = Trace(about, np.concatenate([sketches, weights]), responses)
     whole = [sum(record.facts["blocks_per_stage"])]  # a pipeline of one stage with all blocks
     records = [record, replace(record, facts=record.facts | {"blocks_per_stage": whole})]
-    tensor = _tensor(Pair(ours, theirs), records)
+    tensor = _tensor(Pair(ours, theirs, is_whole=False), records)
     return {
         "runs": [str(run), f"transformers, {folder}"],
         "options": [],
@@ -229,6 +253,7 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
         "notes": record.notes,
         "settings": [],
         "losses": None,
+        "evaluations": None,
         "traces": names[:1],
         "tensor": tensor,
         "measured_in_steps": [ours.about["response_step"]],
@@ -273,7 +298,8 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
         "relative": first.relative,
         "of": len(rows),
         "differ": len(wrong),
-        "times_explained": first.difference / first.explained,
+        "times_explained": None if first.only else first.difference / first.explained,
+        "only": first.only or None,
         "last_good": last_good and described(last_good)["title"],
         "where": places,
     }
@@ -306,13 +332,18 @@ def _tracing_commands(
     last_traced = str(max(step, checkpoint + 2))  # the step that differs, or the second step
     commands = []
     for record, suffix in zip(records, suffixes):
-        words = list(record.facts.get("command", ["train.py"]))
+        facts = record.facts
+        if not checkpoint and record.parts[-1]:
+            # The command of a later start may leave out what its checkpoint gave it.
+            first = run_files.facts_of(str(record.folder / f"run.json{record.parts[-1]}"))
+            facts = first if is_texts(first.get("command")) else facts
+        words = list(facts.get("command", ["train.py"]))
         words += ["--out", f"{record.folder}{suffix}"]
         words += ["--trace-numerics", first_traced, last_traced]
         if checkpoint:
             path = record.folder / "checkpoints" / f"step_{checkpoint:08d}"
             words += ["--resume", str(path)]
-        ranks = record.facts.get("cluster", {}).get("ranks", 1)
+        ranks = facts.get("cluster", {}).get("ranks", 1)
         commands.append(f"mpirun -n {ranks} python {shlex.join(words)}")
     return commands
 
@@ -332,6 +363,10 @@ def text(found: dict[str, Any]) -> str:
     lines += [f"note: {note}" for note in found["notes"]]
     lines += option_lines(found["options"], "option ")
     lines.append(_text_of_losses(found["losses"]))
+    losses, evaluation = found["losses"], found["evaluations"]
+    if evaluation and (losses is None or evaluation["step"] < losses["step"]):
+        name = f"the evaluation's {evaluation['of']}"
+        lines.append(_text_of_values(evaluation, name))
     # Then comes what the traces show: a tensor that differs, or none, or commands to trace.
     if found["tensor"]:
         lines += _text_of_tensor(found["tensor"])
@@ -355,8 +390,12 @@ def _text_of_losses(difference: dict[str, Any] | None) -> str:
     """
     if difference is None:
         return "losses and gradient norms: rounding explains all differences"
+    return _text_of_values(difference, LOSSES[difference["of"]])
+
+
+def _text_of_values(difference: dict[str, Any], name: str) -> str:
+    """Return the line about two values that differ; difference: that of `_first_difference`."""
     a, b = difference["values"]
-    name = LOSSES[difference["of"]]
     relative = f"{difference['relative']:.1e}"
     explained = f"{difference['explained']:.1e}"
     values = f"step {difference['step']}: {name} is {a:.9g} in A and {b:.9g} in B"
@@ -370,12 +409,15 @@ def _text_of_tensor(tensor: dict[str, Any]) -> list[str]:
     between the two, and for each run the ranks, micro-batches and samples with the difference.
     tensor: the result of `_tensor`.
     """
-    relative = f"{tensor['relative']:.1e}"
-    times = f"{tensor['times_explained']:.0f}"
+    if tensor["only"]:
+        how = f"only {tensor['only']} has it"
+    else:
+        times = f"{tensor['times_explained']:.0f}"
+        how = f"by {tensor['relative']:.1e} of it, {times} times as much as is explained"
     lines = [
         f"step {tensor['step']}: the first tensor that rounding does not explain is",
         f"    {tensor['title']}",
-        f"    by {relative} of it, {times} times as much as is explained",
+        f"    {how}",
     ]
     if tensor["last_good"]:
         lines.append(f"    equal within rounding until {tensor['last_good']}")

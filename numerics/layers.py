@@ -45,6 +45,8 @@ def by_layer(a: Path, b: Path) -> dict[str, Any]:
                 layers.append(layer)
             place = _panel(row), layer, step
             share = row.difference / max(row.explained, 1e-300)
+            if row.only:
+                share = 1e300  # a tensor that one run lacks may be 0 in the other
             shares[place] = max(shares.get(place, 0.0), share)
     layers.sort(key=_order)
     table = np.full((len(PANELS), len(layers), len(steps)), np.nan)

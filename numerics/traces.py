@@ -188,11 +188,12 @@ class Row:
     explained: float  # the norm of the difference that rounding explains
     norm: float  # the tensor's norm, the larger one of the two traces
     bins: tuple[int, ...] = ()  # bins of samples whose difference rounding does not explain
+    only: str = ""  # "A" or "B" if the other run has no such tensor
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is larger than rounding explains, or not a number."""
-        return not self.difference <= self.explained
+        """Whether one run lacks it, or it differs by more than rounding explains or by NaN."""
+        return bool(self.only) or not self.difference <= self.explained
 
     @property
     def relative(self) -> float:
@@ -201,16 +202,21 @@ class Row:
 
 
 class Pair:
-    """The traces of the same step of two runs, reduced to the kinds and parameters of both.
+    """The traces of the same step of two runs, whose tensors are compared.
 
-    both: the parameters' sketches in a and in b, (kinds, tensors, 12). norm: the larger norms,
-    (kinds, tensors). responses: those of the gradients, (tensors,).
+    both: the sketches of the parameters that both have, (kinds, tensors, 12). norm: the larger
+    norms, (kinds, tensors). responses: those of the gradients, (tensors,).
     """
 
-    def __init__(self, a: Trace, b: Trace):
-        """Select what the traces of runs A and B have in common."""
+    def __init__(self, a: Trace, b: Trace, is_whole: bool = True):
+        """Select what the traces of runs A and B have in common, and what one alone has.
+
+        is_whole: whether both traces are of whole steps, so that a tensor that one of them lacks is
+        a difference; otherwise such tensors are left out.
+        """
         self.a = a
         self.b = b
+        self.is_whole = is_whole
         precisions = {a.about["precision"], b.about["precision"]}
         self.epsilon = max(EPSILON[name] for name in precisions)  # of the coarser precision
         # Masters are in fp32, or in fp64 if both runs compute in fp64.
@@ -248,9 +254,7 @@ class Pair:
         names, tensors_a, tensors_b = _common(a.about["parameters"], b.about["parameters"])
         in_a = a.parameters[np.ix_(kinds_a, tensors_a)]  # (kinds, tensors, 12)
         in_b = b.parameters[np.ix_(kinds_b, tensors_b)]
-        # The sketch of a gradient that does not exist has counted no element.
-        counts = np.minimum(in_a, in_b)[GRADIENT, :, COUNT]
-        has_gradient = counts > 0
+        has_gradient = _is_counted(in_a[GRADIENT]) & _is_counted(in_b[GRADIENT])
         self.tensors = list(compress(names, has_gradient))
         self.both = in_a[:, has_gradient], in_b[:, has_gradient]
         self.norm = np.sqrt(np.maximum(*self.both)[..., SQUARES])
@@ -258,13 +262,36 @@ class Pair:
         self.responses = responses[has_gradient]
 
     def rows(self) -> list[Row]:
-        """Return the rows of tensors that both files have, in the order of execution.
+        """Return the rows of all tensors in the order of execution.
 
         A step reads the weights, computes activations and gradients, and updates state and weights.
+        A parameter that one run alone has is among the weights before the step, and one that has a
+        gradient in one run alone is among the gradients.
         """
         rows_of_kinds = self._parameters()
+        alone = self._parameters_alone() if self.is_whole else []
+        rows_of_kinds[GRADIENT] += [row for row in alone if row.kind == self.kinds[GRADIENT]]
         weights_before = rows_of_kinds.pop(BEFORE)
+        weights_before += [row for row in alone if row.kind == self.kinds[BEFORE]]
         return weights_before + self._activations() + list(chain(*rows_of_kinds))
+
+    def _parameters_alone(self) -> list[Row]:
+        """Return a row for each parameter that has a gradient in one of the runs alone.
+
+        Its kind is "gradient" if the other run has the parameter too, else that of the weights.
+        """
+        rows = []
+        for run, trace, other in (("A", self.a, self.b), ("B", self.b, self.a)):
+            gradients = other.parameters[GRADIENT]
+            trained = set(compress(other.about["parameters"], _is_counted(gradients)))
+            has_gradient = _is_counted(trace.parameters[GRADIENT])
+            for number, name in enumerate(trace.about["parameters"]):
+                if not has_gradient[number] or name in trained:
+                    continue
+                kind = GRADIENT if name in other.about["parameters"] else BEFORE
+                norm = float(np.sqrt(trace.parameters[kind, number, SQUARES]))
+                rows.append(Row(self.kinds[kind], name, norm, 0.0, norm, only=run))
+        return rows
 
     def _parameters(self) -> list[list[Row]]:
         """Return, per kind in the order of `self.kinds`, a row per parameter.
@@ -364,8 +391,7 @@ class Pair:
         worst_bins = np.nan_to_num(ratio, nan=np.inf).argmax(1)
         # An activation that one of the runs does not have has counted no element at all. A bin that
         # is empty in one run alone is a sample that this run has not read: it differs as a whole.
-        counted = [sketches[..., COUNT].max(1) > 0 for sketches in (a, b)]
-        exists = np.logical_and(*counted)
+        exists = np.minimum(a[..., COUNT].max(1), b[..., COUNT].max(1)) > 0
         rows = []
         for i, name in enumerate(names):
             if not exists[i]:
@@ -381,7 +407,30 @@ class Pair:
                 bins=tuple(np.flatnonzero(~is_explained).tolist()),
             )
             rows.append(row)
-        return rows
+        return rows + (self._activations_alone() if self.is_whole else [])
+
+    def _activations_alone(self) -> list[Row]:
+        """Return a row for each activation of which one of the runs has counted no element."""
+        of_a, of_b = (_counted_activations(trace) for trace in (self.a, self.b))
+        rows = []
+        for run, own, other in (("A", of_a, of_b), ("B", of_b, of_a)):
+            for name in own.keys() - other.keys():
+                norms_of_bins = np.sqrt(own[name][:, SQUARES])
+                norm = float(norms_of_bins.max())
+                bins = tuple(np.flatnonzero(_is_counted(own[name])).tolist())
+                rows.append(Row("activation", name, norm, 0.0, norm, bins, run))
+        return sorted(rows, key=lambda row: row.name)
+
+
+def _counted_activations(trace: Trace) -> dict[str, np.ndarray]:
+    """Return the sketches of the activations that a trace has, (bins, 12), by name."""
+    named = zip(trace.about["activations"], trace.activations)
+    return {name: sketches for name, sketches in named if _is_counted(sketches).any()}
+
+
+def _is_counted(sketches: np.ndarray) -> np.ndarray:
+    """Return whether each tensor exists, (...): its sketch, (..., 12), has counted an element."""
+    return sketches[..., COUNT] > 0
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[int], list[int]]:

@@ -12,8 +12,8 @@ risk            intervals, and the probability that a layout does not fit
 enumeration     every layout that train.py takes, as a table of columns
 closed_form     seconds and bytes of every row, without its schedule
 layouts         the fastest rows, each simulated; all others rejected with a reason
-engines         what other training programs do otherwise than Trine, as facts (engines.toml) and
-                terms in place of Trine's; expert_engines those of models with experts
+engines         what other training programs do otherwise than Trine: facts in engines.toml, and
+                terms in place of Trine's; expert_engines: those of models with experts
 programs        --for: the options of another program, and its command: megatron_words,
                 torchtitan_words
 scaling_laws    tokens and loss of a model by Chinchilla's law and a newer one
@@ -21,8 +21,6 @@ model_sizes     the largest model, and the fewest nodes
 growth          a ramp-up of the batch in stages of nodes: the fastest layout of each
 gap             where a run's time went, which flags win it back
 flags           the planner's own flags: meaning and limits; plan.py says which question reads them
-engines         other training programs: facts in engines.toml, formulas as methods;
-                expert_engines: those of mixtures of experts
 questions       what a question and an answer are; the questions are in layout_table (picture draws
                 it), duration_questions, layout_questions, model_questions, compare, budget and
                 shapes; cost: money

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from config.schema import Layout
 from schedules.actions import Numbered
 from schedules.orders import numbered
-from schedules.simulation import Seconds, ends
+from schedules.simulation import Seconds, ends, ends_by_rounds
 
 # At least ROUNDS rounds are simulated, of schedules that repeat themselves after one round
 # SHORT_ROUNDS. With few ranks they are more rounds, of about LEAST micro-batches: interleaved
 # stages on two ranks repeat themselves only after 14 micro-batches.
 ROUNDS = 5
 SHORT_ROUNDS = {"1f1b": 4, "zb-h1": 4}
+ONE_STAGE = ("1f1b", "zb-h1")  # schedules of `ends_by_rounds`
 LEAST = 24
 # The last simulated round empties the pipeline, and the first rounds fill it. The FULL_ROUNDS
 # before the last one give the time of a full round. They are two because zb-v repeats itself only
@@ -55,35 +56,45 @@ class LongSchedule:
 
         seconds: the duration of an action by (kind, stage). transfer: the time of one message.
         """
-        short = self.shortened()
-        ended = ends(short, seconds, transfer)
-        missing = self.micro_batches - short.micro_batches
+        count = self._simulated()
+        if self.name in ONE_STAGE:
+            split = self.name == "zb-h1"
+            end, backwards = ends_by_rounds(self.ranks, count, seconds, transfer, split)
+        else:
+            short = self.shortened()
+            ended = ends(short, seconds, transfer)
+            end, backwards = max(ended), short.by_kind(ended)["B"][:, -1].tolist()
+        missing = self.micro_batches - count
         if not missing:  # the short schedule is the whole schedule
-            return max(ended)
+            return end
         # The full rounds are timed by the last stage's B: from the last B before them to their own
         # last B, which are as many micro-batches later.
-        backwards = short.by_kind(ended)["B"][:, -1].tolist()
         in_full_rounds = FULL_ROUNDS * self.ranks
-        last = short.micro_batches - 1 - self.ranks
+        last = count - 1 - self.ranks
         seconds_of_full_rounds = backwards[last] - backwards[last - in_full_rounds]
-        return max(ended) + missing / in_full_rounds * seconds_of_full_rounds
+        return end + missing / in_full_rounds * seconds_of_full_rounds
 
     def shortened(self) -> Numbered:
-        """Return the schedule with some of its whole rounds, or all of it, to be simulated.
+        """Return the schedule with some of its whole rounds, or all of it, to be simulated."""
+        return numbered(self.name, self.ranks, self._simulated(), self.virtual)
 
-        The micro-batches that fill no whole round stay. All rounds stay if some are unlike others.
-        Rounds differ in gpipe, which does all F before all B, and in an interleaved schedule with
-        micro-batches that fill no whole round, since its groups of micro-batches are unequal.
+    def _simulated(self) -> int:
+        """Return the number of micro-batches of `shortened`.
+
+        The micro-batches that fill no whole round stay, but not in zb-v, where they change the end
+        no more than the rest does: so all numbers of micro-batches share one order, whose making
+        takes long. All rounds stay if some are unlike others. Rounds differ in gpipe, which does
+        all F before all B, and in an interleaved schedule with micro-batches that fill no whole
+        round, since its groups of micro-batches are unequal.
         """
         whole_rounds, left_over = divmod(self.micro_batches, self.ranks)
         fewest = SHORT_ROUNDS.get(self.name, ROUNDS)
         kept_rounds = max(fewest, LEAST // self.ranks)
         unequal_groups = self.name == "interleaved" and left_over > 0
         rounds_differ = self.name == "gpipe" or unequal_groups
-        micro_batches = self.micro_batches
-        if not rounds_differ and whole_rounds > kept_rounds:
-            micro_batches = kept_rounds * self.ranks + left_over
-        return numbered(self.name, self.ranks, micro_batches, self.virtual)
+        if rounds_differ or whole_rounds <= kept_rounds:
+            return self.micro_batches
+        return kept_rounds * self.ranks + (0 if self.name == "zb-v" else left_over)
 
 
 def long_layout(layout: Layout, micro_batches: int) -> LongSchedule:

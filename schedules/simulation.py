@@ -18,6 +18,8 @@ from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from schedules.actions import Action, Numbered
 from schedules.schedule import Schedule, ScheduleError
 
@@ -158,6 +160,44 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
             return ended[:size]
         if waiting == before:  # no rank has run an action in this round
             raise ScheduleError(f"{numbered.name} deadlocks: build it to see where")
+
+
+def ends_by_rounds(
+    ranks: int, micro_batches: int, seconds: Seconds, transfer: float, split: bool
+) -> tuple[float, list[float]]:
+    """Return when 1F1B ends, or with `split` ZB-H1, and when each B of its last rank ends.
+
+    The times are those of `ends`, many times faster for many ranks, as all ranks are computed at
+    once: with p ranks, rank r does the F of micro-batch t - r and then the B of micro-batch
+    t - p + 1 in step t = 0, 1, ..., if there are such. In ZB-H1 a W follows each B of rank r from
+    its micro-batch r on, and the last r of them come at the end.
+    """
+    kinds = "FBW" if split else "FB"
+    durations = [np.array([seconds[kind, rank] for rank in range(ranks)]) for kind in kinds]
+    forward, backward = durations[:2]
+    weights = durations[2] if split else np.zeros(ranks)
+    clocks = np.zeros(ranks)  # for each rank, the time at which it is free
+    arrived = np.full(ranks, -inf)  # for each rank, when the input of its next F has arrived
+    # A B waits for the one of the next rank, and so on: its end is the latest, over itself and all
+    # later ranks, of the time at which the rank is free and then of all B and messages in between.
+    # back[r]: the seconds of the B of ranks 0 to r, with a message after each.
+    back = np.cumsum(backward + transfer)
+    before = back - backward
+    backwards = []
+    for step in range(micro_batches + ranks - 1):
+        # The ranks that have a forward pass in this step; the first has micro-batch `step`.
+        having = slice(max(0, step - micro_batches + 1), step + 1)
+        ended = np.maximum(clocks[having], arrived[having]) + forward[having]
+        clocks[having] = ended
+        arrived[1:] = clocks[:-1] + transfer
+        done = step - ranks + 1  # the micro-batch whose B all ranks do
+        if done >= 0:
+            latest = np.maximum.accumulate((clocks + back)[::-1])[::-1]
+            clocks = latest - before
+            backwards.append(float(clocks[-1]))
+            clocks[: done + 1] += weights[: done + 1]
+    left = np.minimum(np.arange(ranks), micro_batches)
+    return float((clocks + left * weights).max()), backwards
 
 
 def bubble(slots: list[list[Slot]]) -> float:

@@ -30,7 +30,7 @@ with errors.installed():
     from checkpointing.resumed import inherited_options
     from config.cli import Parser
     from config.command_line import parse_request
-    from config.errors import UserError, exit_with
+    from config.errors import UserError, exit_with, printable
     from config.paths import check_folder
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
@@ -52,6 +52,15 @@ def check_out(prefix: str, example: str = "data/books") -> None:
     if not os.path.basename(prefix):
         raise UserError(f"--out {prefix} is a folder: name a prefix in it, as {example}")
     check_folder("the folder of --out,", os.path.dirname(prefix) or ".")
+
+
+def note_replaced(prefix: str) -> None:
+    """Print a line on stderr if a corpus has this prefix already, before it is written anew."""
+    tokens = Path(f"{prefix}.bin")
+    if tokens.exists():
+        size = f"{tokens.stat().st_size:,} bytes"
+        note = f"note: {tokens} is there ({size}): this corpus takes its place when it is complete"
+        print(printable(note), file=sys.stderr)
 
 
 def write_checksums(prefix: str) -> None:
@@ -153,9 +162,9 @@ def main(arguments: list[str]) -> None:
     if options.command in ("show", "verify"):
         for prefix in options.prefixes:
             if options.command == "verify":
-                print(verify(prefix))
+                print(printable(verify(prefix)))
             else:
-                print(show(prefix, options.seq_length))
+                print(printable(show(prefix, options.seq_length)))
         return
     if not options.out or not os.path.basename(options.out):
         raise UserError(f"{options.command} needs --out PREFIX, as data/books")
@@ -164,6 +173,8 @@ def main(arguments: list[str]) -> None:
     outs = [options.out] + [f"{options.out}.{number}" for number in range(shares)]
     for out in outs:
         refuse_inputs(out, options.prefixes)
+    for out in outs[:1] if options.command == "merge" else outs[1:]:
+        note_replaced(out)
     parts = [IndexedDataset(prefix) for prefix in options.prefixes]
     every = [(part, range(len(part.documents) - 1)) for part in parts]
     if options.command == "merge":

@@ -38,7 +38,7 @@ with errors.installed():
     from corpora.text_sources import BadTexts, damage_named, objects_of
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
     from corpora.tokenizer_files import NAME, Settings, read_settings, read_template, write_settings
-    from scripts.corpus import check_out, run, write_checksums
+    from scripts.corpus import check_out, note_replaced, run, write_checksums
     from scripts.encoders import load_encoder
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -301,6 +301,7 @@ def main(arguments: list[str]) -> None:
     if not 0 <= options.shuffle_seed < 2**32:
         raise UserError(f"--shuffle-seed({options.shuffle_seed}) must be in 0..{2**32 - 1}")
     check_out(options.out, "data/chats")
+    note_replaced(options.out)
     print(write(options))
 
 

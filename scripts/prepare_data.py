@@ -36,7 +36,7 @@ with errors.installed():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from config.cli import Parser
-    from config.errors import UserError
+    from config.errors import UserError, printable
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
         SHOWN,
@@ -49,7 +49,7 @@ with errors.installed():
         without_links,
     )
     from corpora.tokenizer_files import Settings, write_settings
-    from scripts.corpus import check_out, run
+    from scripts.corpus import check_out, note_replaced, run
     from scripts.documents import Documents, copy_documents
     from scripts.encode_documents import PartialPair, Source, chunks, encode_all
     from scripts.encoders import load_encoder, settings_of
@@ -179,13 +179,14 @@ def main(arguments: list[str]) -> None:
     paths = find_files(options.paths, options.stdlib, unknown, options.as_text, options.json_key)
     if unknown:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unknown.items()))
-        print(f"not read, because their kind is not known: {kinds}", flush=True)
+        print(printable(f"not read, because their kind is not known: {kinds}"), flush=True)
     job = PartialJob(options.out, _facts(options, paths))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if job.goes_on:
             print(f"going on from {job.path}", flush=True)
         if "published" not in job.state:
+            note_replaced(options.out)
             prepare(job, paths, options)
         job.publish()
         job.remove()

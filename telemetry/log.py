@@ -32,7 +32,7 @@ import torch
 from checkpointing.state import Progress
 from config import model_stats
 from config.cli import VERSION
-from config.errors import NOT_WRITTEN, UserError
+from config.errors import NOT_WRITTEN, UserError, printable
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config, ModelShape
 from config.stages import PlacedStage
@@ -285,9 +285,14 @@ class Log:
         self.note(log_lines.of_task(name, done.iteration, self.total, result))
 
     def note(self, line: str) -> None:
-        """On rank 0, print a line and append it to log.txt; a full disk does not end the run."""
+        """On rank 0, print a line and append it to log.txt; a full disk does not end the run.
+
+        What checkpoints, corpora and models say is in such lines: their control characters are
+        shown as escapes.
+        """
         if not self.is_writer:
             return
+        line = printable(line)
         if self.waiting is not None:
             self.waiting.append(line)
             return

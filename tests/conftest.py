@@ -6,6 +6,7 @@ import os
 import signal
 
 import hypothesis
+import leftovers
 import pytest
 import ranks
 
@@ -22,6 +23,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # By default hypothesis fails an example that takes 200 ms, as one does on a busy machine.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+
+
+def pytest_configure(config):
+    leftovers.end_with_this_process()
 
 
 def pytest_addoption(parser):

@@ -43,8 +43,8 @@ def options(case: dict) -> configuration.Config:
 
 def run(config: configuration.Config, context=None, prepare=lambda state, samples: None) -> dict:
     """Loss and gradient norm of every step, the final weights in sums, unequal replicas, and the
-    losses of evaluation sets; with --z-loss also that of every step. prepare: is called before the
-    first step.
+    losses of evaluation sets; with --z-loss also that of every step, with --ema the averages in
+    sums. prepare: is called before the first step.
     """
     training, splits = config.training, data.build(config)
     config, _ = pass_times.decide_schedule(config, context)
@@ -63,18 +63,24 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
     sets = splits.eval_sets.items()
     evaluated = {name: trainer.evaluate(state, *samples) for name, samples in sets}
     state.reader.close()
-    return ({"z_losses": z_losses} if z_losses else {}) | {
+    result = {
         "evaluated": evaluated,
         "losses": losses,
         "norms": norms,
         "weights": weights(state),
         "unequal": unequal,
     }
+    if z_losses:
+        result["z_losses"] = z_losses
+    if training.ema:
+        result["averages"] = weights(state, configuration.EMA)
+    return result
 
 
-def weights(state: trainer.TrainState) -> dict[str, float]:
+def weights(state: trainer.TrainState, kind: str = "weights") -> dict[str, float]:
     """Every tensor of the whole model after training, as one number: a sum of its elements times
-    weights in [-1, 1] that depend on their places. Collective over all ranks.
+    weights in [-1, 1] that depend on their places; or of their state of another kind. Collective
+    over all ranks.
     """
     mesh, sums = state.factory.mesh, {}
     for shard in state.optimizer.owned():
@@ -89,7 +95,7 @@ def weights(state: trainer.TrainState) -> dict[str, float]:
             rows = spec.stop - spec.start
             places.narrow(spec.dim, 0, rows).copy_(whole.narrow(spec.dim, spec.start, rows))
         own = places.flatten()[shard.start : shard.stop]
-        values = shard.read("weights", shard.start, shard.stop).double().cpu()
+        values = shard.read(kind, shard.start, shard.stop).double().cpu()
         total = (values * torch.cos(own))[own >= 0].sum().item()
         sums[spec.name] = sums.get(spec.name, 0.0) + total
     if mesh.size == 1:

@@ -46,9 +46,10 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt 1 --max-tokens 5 --tp 0 | --tp must be at least 1, not 0
 --prompt 1 --max-tokens 5 --precision fp8 | --precision is one of auto, fp64, fp32, bf16, fp16
 --prompt 1 --max-tokens 5 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
---promt 1 | unrecognized arguments: --promt 1
+--promt 1 | unrecognized arguments: --promt 1; did you mean '--prompt'?
 LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --prompt é | --prompt has bytes that are not ascii
 --prompt 1 --greedy | unrecognized arguments: --greedy
+--prompt 1 --topp=0.5 | unrecognized arguments: --topp=0.5; did you mean '--top-p'?
 --eval-data nowhere | --eval-data takes NAME=PREFIX or NAME=PREFIX:SAMPLES such as books=data/books
 --eval-data a=nowhere | nowhere.idx does not exist
 --eval-data a=only | only.idx does not exist

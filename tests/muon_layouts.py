@@ -81,14 +81,14 @@ def largest_differences(jobs: list[tuple[int, dict]], folder: Path) -> list[floa
 
 
 def drawn_jobs(
-    count: int, precision: str, seed: int, ranks: tuple[int, ...] = (2, 4)
+    count: int, precision: str, seed: int, ranks: tuple[int, ...] = (2, 4), steps: int = 10
 ) -> list[tuple[int, dict]]:
-    """Return pairs (ranks, case) of ten steps each: every kind of model with every mode."""
+    """Return pairs (ranks, case) of so many steps each: every kind of model with every mode."""
     chance = random.Random(seed)
     jobs = []
     for number in range(count):
         mode, kind = MODES[number % 3], list(KINDS)[number // 3 % len(KINDS)]
         world = chance.choice(ranks)
-        model = MODEL | KINDS[kind] | {"precision": precision, "muon_qkv": mode, "steps": 10}
+        model = MODEL | KINDS[kind] | {"precision": precision, "muon_qkv": mode, "steps": steps}
         jobs.append((world, model | drawn_layout(world, chance, model)))
     return jobs

@@ -228,7 +228,7 @@ class Job:
 
 
 def start(command: list[str], timeout: float = 300, **environment: str) -> Outcome:
-    """Run a command; TimeoutExpired, after it and all it started were killed."""
+    """Run a command; TimeoutExpired, after it and all it started were killed, as on Ctrl-C."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     process = subprocess.Popen(
         command,
@@ -241,7 +241,7 @@ def start(command: list[str], timeout: float = 300, **environment: str) -> Outco
     )
     try:
         out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+    except BaseException:
         _kill_all(process.pid)
         process.communicate()
         raise

@@ -3,14 +3,14 @@ curve of the uninterrupted run.
 
     python tests/stage_kill_worker.py FOLDER KILLS SEED
 
-A stage begins every three steps, with another length, batch or corpora, and every step is saved, so
-that most kills are around a stage's change, a save or the branch's beginning. Each start runs until
-a random moment from its first second on, under a layout drawn at random. Prints one JSON object;
-RuntimeError if a row is not that of the uninterrupted run, or a visible checkpoint is not whole.
+A stage begins every three steps, with another length, batch or corpora, and every step is saved.
+Each start is killed at a random moment of its first seconds, before its first row; or after it,
+when a stage has just ended, when a save has just begun, or some steps later. Its layout is drawn at
+random. Prints one JSON object with where each kill fell; RuntimeError if a row is not that of the
+uninterrupted run, or a visible checkpoint is not whole.
 """
 
 import json
-import math
 import os
 import random
 import signal
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import kill_worker
+from compare import relative_difference
 from small_corpora import write_corpora
 from test_stages import written
 
@@ -27,6 +28,9 @@ SHAPE += " --precision fp64 --split 100,0 --positions rotary --save-every 1"
 LAYOUTS = ("", "--tp 2", "--pp 2", "--cp 2", "--zero 2")
 STEPS, BRANCH_STEPS, AT = 90, 30, 60  # of the run and the branch; the branch begins after step AT
 STEPS_OF_A_STAGE = 3
+# When a start is killed: before its first row, or after it at any moment, when the row of a stage's
+# last step is there, or when a save has begun.
+AIMS = ("start", "any", "change", "save")
 
 
 def plan(folder: Path, chance: random.Random) -> str:
@@ -47,16 +51,22 @@ def plan(folder: Path, chance: random.Random) -> str:
     return written(folder / "stages.toml", stages, train_tokens=tokens)
 
 
-def run_and_kill(out: Path, words: list[str], kills: int, chance: random.Random) -> list[int]:
-    """Kill a run so many times; return the newest step after each kill, then let it end."""
-    reached = []
+def run_and_kill(
+    out: Path, words: list[str], kills: int, chance: random.Random, began_at: int
+) -> list[dict]:
+    """Kill a run so many times, then let it end; return where each kill fell (`place_of`).
+
+    began_at: the step after which the run begins.
+    """
+    places = []
     seconds = 4.0  # of a start, up to its first row
     for _ in range(kills):
         since, began = time.time_ns(), time.monotonic()
         out.mkdir(exist_ok=True)
-        ids = kill_worker.launch(out, [*words, *chance.choice(LAYOUTS).split()])
-        early = chance.random() < 0.3  # before the first row, in the start
-        if early:
+        layout = chance.choice(LAYOUTS)
+        ids = kill_worker.launch(out, [*words, *layout.split()])
+        aim = chance.choice(AIMS)
+        if aim == "start":
             time.sleep(chance.uniform(0.0, seconds))
         else:
             try:
@@ -66,41 +76,93 @@ def run_and_kill(out: Path, words: list[str], kills: int, chance: random.Random)
                     os.kill(i, signal.SIGKILL)
                 raise
             seconds = time.monotonic() - began
-            time.sleep(chance.uniform(0.0, seconds / 2))  # some steps, on a busy machine too
+            wait_for(aim, out, since, seconds, chance)
         kill_worker.kill(ids, chance.randrange(kill_worker.RANKS), chance.uniform(0.0, 0.05))
-        reached.append(kill_worker.newest(out))
+        places.append({"layout": layout, "aim": aim} | place_of(out, since, began_at))
     kill_worker.finish(out, words)
-    return reached
+    return places
+
+
+def wait_for(aim: str, out: Path, since: int, seconds: float, chance: random.Random) -> None:
+    """Wait for the moment of a kill: AIMS has the names. It does not wait longer than a start."""
+    limit = time.monotonic() + seconds
+    if aim == "change":
+        while time.monotonic() < limit and max(rows_in(out / "metrics.jsonl")) % STEPS_OF_A_STAGE:
+            time.sleep(0.001)
+    elif aim == "save":
+        while time.monotonic() < limit and not is_saving(out, since):
+            time.sleep(0.001)
+    # A part of a step, or some steps on a busy machine too.
+    time.sleep(chance.uniform(0.0, seconds / 2 if aim == "any" else 0.1))
+
+
+def is_saving(out: Path, since: int) -> bool:
+    """Whether a save of this start has begun and is not complete."""
+    partial = (out / "checkpoints").glob(".*.partial")
+    try:
+        return any(path.stat().st_mtime_ns > since for path in partial)
+    except FileNotFoundError:  # complete by now
+        return False
+
+
+def place_of(out: Path, since: int, began_at: int) -> dict:
+    """Where a kill fell: the newest checkpoint's step, the last step that this start has a row of
+    (None if it has none), whether a save had begun and not ended, and whether the next step was the
+    first of a stage or of the run.
+    """
+    metrics, step = out / "metrics.jsonl", None
+    if kill_worker.has_row(metrics, since):
+        step = max(rows_in(metrics), default=None)
+    newest = kill_worker.newest(out)
+    at = max(newest, began_at) if step is None else step
+    return {
+        "newest": newest,
+        "step": step,
+        "save": is_saving(out, since),
+        "first": at == began_at,
+        "change": at % STEPS_OF_A_STAGE == 0,
+    }
 
 
 def rows_of(out: Path) -> dict[int, list[tuple]]:
     """What every start's row says of each step."""
     found: dict[int, list[tuple]] = {}
     for path in out.glob("metrics.jsonl*"):
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # cut short by the kill
-                continue
-            if "loss" in row:
-                facts = row["loss"], row["learning_rate"], row["consumed_tokens"]
-                found.setdefault(row["iteration"], []).append(facts)
+        for step, facts in rows_in(path).items():
+            found.setdefault(step, []).append(facts)
     return found
 
 
-def compare(found: dict[int, list[tuple]], expected: dict[int, list[tuple]], first: int) -> int:
-    """The rows of `found`, each of which is the row of an uninterrupted run, to fp64's rounding."""
-    compared = 0
+def rows_in(path: Path) -> dict[int, tuple]:
+    """What the rows of one start say of each step."""
+    found = {}
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut short by the kill
+            continue
+        if "loss" in row:
+            found[row["iteration"]] = row["loss"], row["learning_rate"], row["consumed_tokens"]
+    return found
+
+
+def compare(
+    found: dict[int, list[tuple]], expected: dict[int, list[tuple]], first: int
+) -> tuple[int, float]:
+    """The number of rows of `found`, each of which is the row of an uninterrupted run, to fp64's
+    rounding, and the largest relative difference.
+    """
+    compared, largest = 0, 0.0
     for step, rows in found.items():
         for row in rows:
-            for ours, theirs in zip(row, expected[step][0], strict=True):
-                if not math.isclose(ours, theirs, rel_tol=1e-10):
-                    raise RuntimeError(f"step {step}: {row} is not {expected[step][0]}")
-            compared += 1
+            off = relative_difference(row, expected[step][0])
+            if not off <= 1e-10:
+                raise RuntimeError(f"step {step}: {row} is not {expected[step][0]}")
+            compared, largest = compared + 1, max(largest, off)
     missing = set(range(first, max(expected) + 1)) - found.keys()
     if missing:
         raise RuntimeError(f"no row of steps {sorted(missing)}")
-    return compared
+    return compared, largest
 
 
 def main() -> None:
@@ -111,17 +173,18 @@ def main() -> None:
     kill_worker.finish(straight, [*words, "--out", str(straight)])
     branches = kills // 3
     of_run = run_and_kill(
-        killed, [*words, "--out", str(killed), "--resume", "auto"], kills - branches, chance
+        killed, [*words, "--out", str(killed), "--resume", "auto"], kills - branches, chance, 0
     )
-    rows = compare(rows_of(killed), rows_of(straight), 1)
+    rows, off = compare(rows_of(killed), rows_of(straight), 1)
     checkpoint = f"{straight}/checkpoints/step_{AT:08d}"
     decay = (folder / "decay").read_text()
     words = [*SHAPE.split(), "--branch-from", checkpoint, "--decay-tokens", decay]
     branch, expected = folder / "branch", folder / "straight_branch"
     kill_worker.finish(expected, [*words, "--out", str(expected)])
-    of_branch = run_and_kill(branch, [*words, "--out", str(branch)], branches, chance)
-    rows += compare(rows_of(branch), rows_of(expected), AT + 1)
-    print(json.dumps({"rows": rows, "run": of_run, "branch": of_branch, "stages": STEPS // 3}))
+    of_branch = run_and_kill(branch, [*words, "--out", str(branch)], branches, chance, AT)
+    more, off_branch = compare(rows_of(branch), rows_of(expected), AT + 1)
+    result = {"rows": rows + more, "off": max(off, off_branch), "stages": STEPS // STEPS_OF_A_STAGE}
+    print(json.dumps(result | {"run": of_run, "branch": of_branch}))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import leftovers
 import psutil
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 16 --vocab-size 32 --global-batch-size 4"
@@ -98,8 +99,11 @@ class LostNodes:
         return self
 
     def __exit__(self, *exception) -> None:
-        for command in self.daemons:
-            subprocess.Popen(command, start_new_session=True, stdout=NOWHERE, stderr=NOWHERE)
+        own = {name: value for name, value in os.environ.items() if name != leftovers.MARK}
+        for command in self.daemons:  # which stay when the tests have ended
+            subprocess.Popen(
+                command, start_new_session=True, stdout=NOWHERE, stderr=NOWHERE, env=own
+            )
 
     def end(self, name: str) -> None:
         """Kill a node: its daemon, its steps, and all that these have started."""

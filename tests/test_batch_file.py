@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 from ranks import ROOT, start
@@ -12,6 +13,8 @@ import plan
 from config import validation
 from config.command_line import parse
 from config.errors import UserError
+from planner import hardware, memory, risk
+from planner.job import Job
 
 MODEL = "--model gpt2-1.5b --global-batch-size 64"
 
@@ -91,6 +94,28 @@ def test_every_batch_file_binds_ranks_and_takes_another_mpi(name):
     ranks = int(asked["nodes"]) * int(asked["ntasks-per-node"])
     words = [word.replace("$OUT", "runs/x") for word in words_of(text)]
     assert validation.check(parse(words), ranks).run.resume == "auto"
+
+
+@pytest.mark.parametrize("name", ["train_1b3", "train_104b", "train_176b"])
+def test_no_batch_file_recomputes_a_block_that_fits(name):
+    """Recomputing all blocks costs a third of the compute more."""
+    text = (ROOT / "scripts" / f"{name}.slurm").read_text()
+    asked = asked_of_slurm(text)
+    words = [word.replace("$OUT", "runs/x") for word in words_of(text)]
+    ranks = int(asked["nodes"]) * int(asked["ntasks-per-node"])
+    run = validation.check(parse(words), ranks)
+    machine = hardware.load(text.partition("GPU=${GPU:-")[2].partition("}")[0])
+    layout = run.layout
+
+    def fits(**fields) -> bool:
+        job = Job(run.model, replace(layout, **fields), run.training, machine)
+        return memory.fullest(job).total <= risk.safe_bytes(machine, risk.DEFAULT)
+
+    assert fits()
+    if layout.recompute == "none":
+        return
+    fewer = layout.recompute_layers - 1
+    assert not fits(recompute_layers=fewer) if fewer else not fits(recompute="none")
 
 
 def test_the_launcher_of_a_batch_file_is_the_one_of_the_mpi(tmp_path):

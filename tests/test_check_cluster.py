@@ -17,8 +17,13 @@ from config.schema import Layout
 WORDS = ["check.py", "--cluster", "--device", "cpu", "--minutes", "9", "--line-rate", "10"]
 
 
+def read_parts(out) -> dict:
+    """The parts of a card by name."""
+    return json.loads((out / "card.json").read_text())["parts"]
+
+
 def check_page(out, ranks: int, nodes: str) -> None:
-    """The page and its data have every part, as it should be."""
+    """The page and its data have all six parts, as they should be."""
     card = json.loads((out / "card.json").read_text())
     parts = card["parts"]
     names = ["network", "layouts", "straight", "killed", "resumed", "model"]
@@ -39,20 +44,25 @@ def check_page(out, ranks: int, nodes: str) -> None:
 
 @pytest.mark.slow
 def test_under_mpirun_all_parts_are_on_the_page(tmp_path):
-    outcome = mpirun(4, *WORDS, "--out", str(tmp_path), timeout=900)
+    outcome = mpirun(2, *WORDS, "--out", str(tmp_path), timeout=900)
     assert outcome.status == 0, outcome.out + outcome.err
-    check_page(tmp_path, 4, "one node")
-    rows = json.loads((tmp_path / "card.json").read_text())["parts"]["network"]["found"]["rows"]
+    check_page(tmp_path, 2, "one node")
+    rows = read_parts(tmp_path)["network"]["found"]["rows"]
     assert {row["percent_of_line"] for row in rows} == {"-"}, "no group crosses nodes"
 
 
 @pytest.mark.slow
 def test_under_srun_groups_cross_the_nodes(tmp_path, slurm):
+    """The parts that another node makes different: the network, and who is named."""
     command = [*srun_command(4, "--ntasks-per-node=2"), sys.executable, *WORDS]
+    command += ["--parts", "network,killed"]
     with Job([*command, "--out", str(tmp_path)], tmp_path) as job:
         assert job.status(900) == 0, job.text
-    check_page(tmp_path, 4, "2 nodes")
-    rows = json.loads((tmp_path / "card.json").read_text())["parts"]["network"]["found"]["rows"]
+    text, parts = (tmp_path / "card.md").read_text(), read_parts(tmp_path)
+    assert "on 4 ranks of 2 nodes" in text
+    assert "2 of 2 parts are as they should be" in text
+    assert parts["killed"]["found"]["named"] == [3]
+    rows = parts["network"]["found"]["rows"]
     crossing = {(row["group"], row["crosses"]) for row in rows}
     assert crossing == {("world", True), ("tp", False), ("dp", True)}
     assert all((row["percent_of_line"] != "-") == row["crosses"] for row in rows)

@@ -108,6 +108,27 @@ def test_a_number_of_experts_alone_is_a_model_that_trains():
     assert check(configure(EXPERTS.replace("--experts", "--num-experts")), 1).model.bias
 
 
+def test_names_that_mean_something_else_beside_other_options_are_noted_or_refused():
+    base = "--num-layers 2 --hidden-size 2048 --num-attention-heads 4 --train-iters 3"
+    request = parse_request(f"{base} --swiglu".split())
+    assert request.config.model.ffn_hidden == 5504
+    assert any("MLP has 5440 columns" in note for note in request.notes)
+    request = parse_request(f"{base} --swiglu --ffn-hidden-size 5440".split())
+    assert not any("columns" in note for note in request.notes)
+    with pytest.raises(UserError, match="is a LayerNorm in Megatron-LM without --normalization"):
+        parse_request(f"{base} --qk-layernorm".split())
+    request = parse_request(f"{base} --qk-layernorm --normalization RMSNorm".split())
+    assert request.config.model.qk_norm == "head"
+    recompute = "--recompute-granularity full --recompute-method"
+    request = parse_request(f"{base} {recompute} block --recompute-num-layers 1".split())
+    assert request.config.layout.recompute_layers == 1
+    with pytest.raises(UserError, match="leave it out: without --recompute-num-layers all blocks"):
+        parse_request(f"{base} {recompute} uniform --recompute-num-layers 1".split())
+    for name in ("--squared-relu", "--quick-geglu"):
+        with pytest.raises(UserError, match=f"{name}: there is no"):
+            parse_request(f"{base} {name}".split())
+
+
 @pytest.mark.parametrize("change", [{}, {"experts_per_token": 1, "router_normalised": False}])
 def test_a_run_with_experts_resumes_with_what_its_run_json_says(change, tmp_path):
     model = asdict(configure(EXPERTS).model) | change

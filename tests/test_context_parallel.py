@@ -191,6 +191,7 @@ def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, ma
 
 
 # By ranks: cp, tp and pp, the rest is dp.
+@pytest.mark.slow
 def test_every_layout_with_cp_equals_the_single_rank_run(tmp_path):
     check_lines("context", tmp_path)
 

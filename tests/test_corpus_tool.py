@@ -8,7 +8,7 @@ from test_data import write_corpus
 
 from config.errors import UserError
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
-from scripts import corpus
+from scripts import corpus, prepare_chats, prepare_data
 
 
 def run(capsys, *words) -> str:
@@ -29,6 +29,32 @@ def test_merge_and_split_keep_every_document(tmp_path, capsys):
     assert documents(tmp_path / "c") == both
     run(capsys, "split", tmp_path / "c", "--out", tmp_path / "d", "--shares", "4,1,1")
     assert [documents(tmp_path / f"d.{i}") for i in range(3)] == [both[:4], both[4:5], both[5:]]
+
+
+def test_who_writes_over_a_corpus_is_told_before(tmp_path, capsys):
+    write_corpus(f"{tmp_path}/a", [5, 0, 10, 3])
+    texts = tmp_path / "texts.txt"
+    texts.write_text("one two three " * 40)
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", ')
+    with chats.open("a") as file:
+        file.write('"content": "b"}]}\n')
+    merge = ["merge", "--out", tmp_path / "merge", tmp_path / "a"]
+    split = ["split", tmp_path / "a", "--out", tmp_path / "split", "--shares", "1,0,1"]
+    text = ["--out", tmp_path / "text", "--tokenizer", "bytes", texts]
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    chat = ["--out", tmp_path / "chat", "--tokenizer", "bytes", chats]
+    chat += ["--chat-template", template]
+    programs = {"merge": (corpus, merge), "split.2": (corpus, split)}
+    programs |= {"text": (prepare_data, text), "chat": (prepare_chats, chat)}
+    for name, (program, words) in programs.items():
+        program.main([str(word) for word in words])
+        assert "takes its place" not in capsys.readouterr().err
+        program.main([str(word) for word in words])
+        assert f"note: {tmp_path}/{name}.bin is there (" in capsys.readouterr().err
 
 
 def test_a_changed_pair_is_seen(tmp_path, capsys):

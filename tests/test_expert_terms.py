@@ -23,6 +23,7 @@ def test_every_row_is_compared_or_set_aside_with_a_reason(rows):
     assert sum(row.status == "OOM" for row in compared) == 4
 
 
+@pytest.mark.slow
 def test_each_model_held_out_is_as_near_as_the_results_say(rows):
     """benchmarks/results/plan_moe.md was written by this program, with these figures."""
     text = (ROOT / "benchmarks" / "results" / "plan_moe.md").read_text()

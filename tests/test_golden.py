@@ -36,6 +36,7 @@ POSITIONS = {
 }
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 TOLERANCES = ("tolerance", "weight_tolerance")  # what a line of a feature may say beside options
+SUMS = {"weights", "averages"}  # what a result has of each tensor
 AT_A_TIME = 2  # starts of ranks
 
 
@@ -82,13 +83,13 @@ def moved_by_rounding(case: dict, seed: int) -> float:
 
 
 def distance(result: dict, expected: dict) -> float:
-    """Largest relative difference of losses, gradient norms and weights of two runs."""
+    """Largest relative difference of losses, gradient norms, weights and averages of two runs."""
     names = sorted(expected["weights"])
     assert sorted(result["weights"]) == names
     return max(
         relative_difference(result["losses"], expected["losses"]),
         relative_difference(result["norms"], expected["norms"]),
-        weight_difference(result["weights"], expected["weights"]),
+        *(weight_difference(result[kind], expected[kind]) for kind in SUMS & expected.keys()),
     )
 
 
@@ -161,8 +162,9 @@ def assert_equal_runs(case: dict, result: dict, expected: dict) -> None:
         assert_close(result[numbers], expected[numbers], tolerance, case)
     if expected["evaluated"]:
         assert_close(result["evaluated"], expected["evaluated"], tolerance, case)
-    off = weight_difference(result["weights"], expected["weights"])
-    assert_within(off, case.get("weight_tolerance", tolerance), case)
+    for kind in SUMS & expected.keys():
+        off = weight_difference(result[kind], expected[kind])
+        assert_within(off, case.get("weight_tolerance", tolerance), case)
 
 
 def check_lines(feature: str, folder: Path, inputs: Path = Path()) -> list[dict]:

@@ -84,6 +84,7 @@ HEAVY = (
 )
 
 
+@cache
 def wings() -> list[str]:
     """Folders of Python modules, by name."""
     folders = {path.parent.name for path in ROOT.glob("*/*.py")}
@@ -100,6 +101,7 @@ def files() -> dict[str, Path]:
     return found
 
 
+@cache
 def outside_files() -> list[Path]:
     return [path for folder in OUTSIDE for path in sorted((ROOT / folder).rglob("*.py"))]
 

@@ -6,14 +6,14 @@ layout, and finds the same idea with a sum left out.
 """
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import Forked
 from ranks import ROOT, Outcome
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -64,9 +64,7 @@ def hunks_of(diff: str) -> Iterator[tuple[str, str, str]]:
 
 def copy_with(name: str, folder: Path) -> Path:
     """A copy of the code with an idea."""
-    left_out = shutil.ignore_patterns(
-        ".*", "runs", "tests", "benchmarks", "docs", "data", "__pycache__", "site"
-    )
+    left_out = shutil.ignore_patterns(".*", "runs", "tests", "benchmarks", "docs", "data", "site")
     code = folder / "code"
     shutil.copytree(ROOT, code, ignore=left_out)
     for path, old, new in hunks_of(IDEAS[name]):
@@ -77,11 +75,14 @@ def copy_with(name: str, folder: Path) -> Path:
 
 
 def run(code: Path, *words: str) -> Outcome:
-    """Run a program of the copy."""
-    done = subprocess.run(
-        [sys.executable, *words], cwd=code, text=True, capture_output=True, timeout=900
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    """Run a program of the copy, forked from a process that has imported torch and none of ours."""
+    program, out, err = str(code / words[0]), code / "program.out", code / "program.err"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
+    with open(out, "w") as file, open(err, "w") as other:
+        files = file.fileno(), other.fileno()
+        process = Forked([program, *words[1:]], environment, *files, ("torch._dynamo",), code)
+        status = process.wait(900)
+    return Outcome(status, out.read_text(), err.read_text())
 
 
 def check(code: Path, options: str, layouts: tuple[str, ...]) -> Outcome:
@@ -115,6 +116,7 @@ def test_an_idea_is_equal_in_every_layout_and_its_missing_sum_is_found(name, tmp
     assert "DIFFERS" in found.out
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_does_not_know_and_goes_on(tmp_path):
     """Parameters that the options do not describe: counted, saved, resumed; no export drops them,
     and no code without them resumes from there.

@@ -29,10 +29,12 @@ SHAPE = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias
 SHAPE |= {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
 
+@pytest.mark.slow
 def test_layouts_of_four_ranks_equal_the_single_rank_run(tmp_path):
     check_lines("latent", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_tp_sums_never_or_twice_is_found(tmp_path):
     """Of the key that all heads share and of the latent, with and without sequence parallelism:
     the loss of one step is right, its gradient norm and the weights after it are not.

@@ -119,11 +119,21 @@ def test_ranks_by_variables_know_their_places(local, place, monkeypatch):
         {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_LOCAL_RANK": "3"},
         {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
         {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "0"},
+        {"NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "n0"},
+        {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"},
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"},
+        {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"},
     ],
     ids=lambda environment: next(iter(environment)),
 )
 def test_a_rank_of_an_unknown_launcher_does_not_train_alone(environment):
     with pytest.raises(UserError, match="would train alone: start the ranks with srun, mpirun or"):
+        discover(environment)
+
+
+def test_a_number_of_ranks_without_the_number_of_this_one_is_a_mistake():
+    environment = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
+    with pytest.raises(UserError, match="WORLD_SIZE is 2, and no variable says which of these"):
         discover(environment)
 
 
@@ -134,6 +144,9 @@ def test_a_rank_of_an_unknown_launcher_does_not_train_alone(environment):
         {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
         {"HISTSIZE": "1000", "GRID_SIZE": "4", "PAGE_RANK": "x"},
         {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "OMPI_UNIVERSE_SIZE": "8"},
+        {"NODE_RANK": "0", "NNODES": "1", "NUM_NODES": "1", "WORLD_SIZE": "1"},
+        {"NODE_RANK": "3", "K8S_NODE_INDEX": "2"},
+        {"PET_NODE_RANK": "0", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
         {"PMIX_RANK": "0", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"},
     ],

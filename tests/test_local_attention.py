@@ -231,6 +231,7 @@ def test_a_flex_kernel_keeps_no_scores():
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_layout_equals_the_single_rank_run(tmp_path):
     check_lines("attention_kinds", tmp_path)
 

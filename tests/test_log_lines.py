@@ -100,6 +100,7 @@ def printed_steps(out: str) -> list[int]:
 
 
 @pytest.mark.parametrize("corpora", [1, 2])
+@pytest.mark.slow
 def test_in_a_pipe_there_is_a_line_by_time_and_a_row_for_every_step(
     tmp_path, monkeypatch, capsys, corpora
 ):

@@ -86,6 +86,8 @@ def test_a_machine_that_nobody_measured_says_so(name):
 def test_unknown_machine_names_the_nearest():
     with pytest.raises(UserError, match="no machine is called 'a100-8'; did you mean 'a100-80'"):
         hardware.load("a100-8")
+    with pytest.raises(UserError, match=r"for another GPU write a FILE\.toml: hardware/README\.md"):
+        hardware.load("tpu")
 
 
 def test_calibration_replaces_what_was_assumed(tmp_path):

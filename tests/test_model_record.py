@@ -395,6 +395,7 @@ def test_a_talk_is_that_of_transformers(name, tmp_path, monkeypatch, capsys):
     assert printed.splitlines() == expected
 
 
+@pytest.mark.slow
 def test_a_talk_on_two_ranks_and_its_mistakes(windowed, tmp_path):
     shutil.copytree(windowed / "hf", tmp_path / "hf")
     path = tmp_path / "hf/config.json"

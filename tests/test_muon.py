@@ -465,7 +465,7 @@ def test_decay_twice_is_found(monkeypatch):
 
 def test_drawn_layouts_equal_one_rank(tmp_path):
     """Twelve layouts of two ranks in fp64: each kind of model with joint, split and head."""
-    losses, weights = largest_differences(drawn_jobs(12, "fp64", 1, ranks=(2,)), tmp_path)
+    losses, weights = largest_differences(drawn_jobs(12, "fp64", 1, ranks=(2,), steps=3), tmp_path)
     assert losses <= 1e-12
     assert weights <= 1e-12
 
@@ -484,11 +484,12 @@ def test_the_first_update_is_that_of_one_rank(tmp_path, precision, bound):
         assert found["updates"] <= (bound if precision == "fp64" else 100 * bound), found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
-def test_many_drawn_layouts_equal_one_rank(tmp_path, precision, bound):
-    """24 layouts of two and four ranks, ten steps; benchmarks/layouts/muon.py has 150."""
-    losses, weights = largest_differences(drawn_jobs(24, precision, 2), tmp_path)
+def test_drawn_layouts_of_four_ranks_equal_one_rank(tmp_path, precision, bound):
+    """Three kinds of models; benchmarks/layouts/muon.py has 450 layouts of each precision."""
+    jobs = drawn_jobs(12, precision, 2, ranks=(4,), steps=3)
+    first = 0 if precision == "fp64" else 3  # every fourth has another kind and another mode
+    losses, weights = largest_differences(jobs[first::4], tmp_path)
     assert losses <= bound
     assert weights <= bound
 

@@ -3,6 +3,7 @@ would accuse rounding, or miss a fault.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,6 @@ FAULTS: dict[str, tuple[dict, dict, tuple]] = {
     "other_order": ({"by_hand": "other_order"}, {"dp": 2}, (2, "activation", "tokens")),
 }
 SLOW = pytest.mark.slow
-PRECISIONS = (pytest.param("fp64", marks=SLOW), "fp32", pytest.param("bf16", marks=SLOW))
 EIGHT_BITS = {"optimizer": "adamw8bit", "hidden": 512, "ffn_hidden": 512}
 # Pairs of right runs with an optimizer that makes rounding errors larger: the layout and the model
 # of the run on two ranks, and the precision.
@@ -120,6 +120,11 @@ def of_model(case: dict) -> dict:
 
 
 UNTRACED = [TWO[1], TWO[7], TWO[9]]
+
+
+def layouts_of(precision: str) -> list[dict]:
+    """The layouts whose traces are compared: in bf16 a few, with each way of summing."""
+    return [ONE[1], *UNTRACED, TWO[4], TWO[12]] if precision == "bf16" else [*ONE, *TWO]
 
 
 class Traces:
@@ -142,8 +147,8 @@ class Traces:
             self.jobs[ranks].append(job)
 
     def plan_layouts(self, precision: str) -> None:
-        """Add a run of every layout, the runs on one rank beside them, and untraced runs."""
-        for case in [*ONE, *TWO]:
+        """Add a run of each layout, the runs on one rank beside them, and untraced runs."""
+        for case in layouts_of(precision):
             self.plan(case, precision)
             self.plan(of_model(case), precision)
         for case in UNTRACED if precision != "fp64" else []:
@@ -218,8 +223,15 @@ def test_a_trace_in_fp64_does_not_depend_on_the_layout(slow_traces, case):
         assert (np.abs(a - b) / scale).max() < 1e-12
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", [*ONE, *TWO], ids=str)
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        pytest.param(case, precision, marks=() if precision == "fp32" else SLOW)
+        for precision in ("fp32", "fp64", "bf16")
+        for case in layouts_of(precision)
+    ],
+    ids=str,
+)
 def test_diff_accuses_no_layout(traces_of, case, precision):
     traces = traces_of(precision)
     found = diff.compare(traces.out(of_model(case), precision), traces.out(case, precision))
@@ -285,7 +297,7 @@ def test_diff_reads_the_files_that_train_writes(tmp_path):
     assert found["tensor"]["kind"] == "weights after"
 
 
-@pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=SLOW)])
 @pytest.mark.parametrize("case", UNTRACED, ids=str)
 def test_a_traced_run_has_the_weights_of_an_untraced_one(traces_of, case, precision):
     traces = traces_of(precision)
@@ -304,6 +316,21 @@ def test_runs_without_traces_get_the_commands_that_make_them(traces, tmp_path, c
     assert json.loads(capsys.readouterr().out)["differs"] is False
     with pytest.raises(UserError, match="is no folder of a run"):
         runs.run_command(["diff", str(a), str(tmp_path)])
+
+
+def test_the_commands_of_a_resumed_run_are_those_of_its_first_start(tmp_path):
+    """A later start takes from its checkpoint what the command does not say."""
+    words = (
+        "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --steps 2 --save-every 2"
+    )
+    for more in (words, "--resume auto --steps 3"):
+        done = fork_one("train.py", *more.split(), "--device", "cpu", "--out", str(tmp_path))
+        assert done.status == 0, done.err
+    for path in tmp_path.glob("checkpoints/*"):
+        shutil.rmtree(path)
+    for command in diff.compare(tmp_path, tmp_path)["commands"]:
+        assert "--layers 1 --hidden 8" in command
+        assert "--resume" not in command
 
 
 def test_a_step_of_176b_is_at_most_a_megabyte():
@@ -344,6 +371,63 @@ def test_a_sample_that_only_one_run_has_read_is_a_difference_of_the_data(tmp_pat
     np.savez(path, **arrays)
     (note,) = diff.compare(*folders)["notes"]
     assert "has 8 samples in A and 16 in B: its activations are not compared" in note
+
+
+def test_a_tensor_that_one_run_lacks_is_a_difference(tmp_path):
+    """A bias that is 0 in one run and absent in the other, and what a trace has not counted."""
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --device cpu --steps 1"
+    for name, more in (("a", ()), ("b", ("--no-bias",)), ("c", ())):
+        out = ("--trace-numerics", "1", "--out", str(tmp_path / name))
+        done = fork_one("train.py", *words.split(), *more, *out)
+        assert done.status == 0, done.err
+    a, b, c = (tmp_path / name for name in "abc")
+    for pair, has in (((a, b), "A"), ((b, a), "B")):
+        found = diff.compare(*pair)
+        assert found["tensor"]["only"] == has
+        assert found["tensor"]["kind"] == "weights before"
+        assert found["tensor"]["name"].endswith(".bias")
+        printed = diff.text(found)
+        assert f"only {has} has it" in printed
+        assert diff.METRICS not in printed
+        shares = layers.by_layer(*pair)["shares"]
+        assert shares[2][layers.by_layer(*pair)["layers"].index("block 0")] == [1e300]
+    assert diff.compare(a, c)["tensor"] is None
+
+    path = c / "numerics/step-000001.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    about = json.loads(arrays["about"].tobytes())
+    written = arrays["values"].copy()
+    place = 8 * about["activations"].index("blocks.0.attention")
+    arrays["values"][place : place + 8] = 0
+    np.savez(path, **arrays)
+    found = diff.compare(a, c)["tensor"]
+    assert (found["name"], found["only"]) == ("blocks.0.attention", "A")
+    gradients = 8 * len(about["activations"])  # the first kind of the parameters' rows
+    name = "blocks.0.mlp.up.weight"
+    arrays["values"] = written
+    arrays["values"][gradients + about["parameters"].index(name)] = 0
+    np.savez(path, **arrays)
+    found = diff.compare(a, c)["tensor"]
+    assert (found["kind"], found["name"], found["only"]) == ("gradient", name, "A")
+
+
+def test_an_evaluation_of_other_texts_is_a_difference(tmp_path):
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --device cpu --steps 1"
+    a, b = tmp_path / "a", tmp_path / "b"
+    done = fork_one("train.py", *words.split(), "--out", str(a))
+    assert done.status == 0, done.err
+    shutil.copytree(a, b)
+    for folder, loss in ((a, 4.0), (b, 4.5)):
+        rows = [{"iteration": 1, "validation_loss": 4.2}, {"iteration": 1, "books_loss": loss}]
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    found = diff.compare(a, b)
+    assert found["losses"] is None
+    assert found["evaluations"]["of"] == "books_loss"
+    assert found["differs"]
+    assert "step 1: the evaluation's books_loss is 4 in A and 4.5 in B" in diff.text(found)
+    assert not diff.compare(a, a)["differs"]
 
 
 @pytest.mark.parametrize("name", ["blocks.0.attention", "gradient of blocks.0"])

@@ -320,7 +320,10 @@ OF_THE_START += ["stages"]  # its contents are taken over
 
 def test_every_option_of_training_and_data_is_classified():
     names = [f.name for group in ("training", "data") for f in fields(GROUPS[group])]
-    assert sorted(names) == sorted(FROM_THE_CHECKPOINT + OF_THE_START)
+    listed = {*FROM_THE_CHECKPOINT, *OF_THE_START}
+    assert {*names} == listed, (
+        f"{ {*names} ^ listed }: name it above: does a resume take it from the checkpoint?"
+    )
     saved = {"training": {}, "data": {}}
     for group in saved:
         saved[group] = {f.name: f"x{f.name}" for f in fields(GROUPS[group])}

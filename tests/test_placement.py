@@ -231,6 +231,7 @@ print("met")
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_which_one_has_no_gpu_do_not_meet():
     """`check_devices` is called when all know where they are, before a process group starts."""
     outcome = start_ranks(2, "-c", MEETS_ON, timeout=120)

@@ -264,6 +264,7 @@ def test_largest_and_smallest_fit_and_are_tight():
         "--model llama-2-7b --gpu l4 --risk 0.3",
     ],
 )
+@pytest.mark.slow
 def test_the_fewest_nodes_are_those_on_which_layouts_fit(line):
     """One rule of risk and of what fits: fewer nodes have no safe layout, and these have one."""
     data = ask(f"smallest {line}").data

@@ -13,7 +13,7 @@ from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from config.validation import check
 from distributed.collectives import Group
-from distributed.context import MOST_CTAS
+from distributed.context import most_ctas
 from distributed.mesh import mesh_of_run
 from planner import engines, hardware, layouts, memory, memory_terms, step_time
 from planner.enumeration import Asked
@@ -282,4 +282,5 @@ def test_the_communicators_of_the_plan_are_those_of_the_mesh():
                 assert sum(memory_terms.communicators(planned)) == len(with_muon.roles)
                 unlimited = {"tp", "cp", "heads", "kv", "experts"}
                 assert free == len([role for role in context.roles if role in unlimited])
-                assert not unlimited & set(MOST_CTAS)
+                for role in {*context.roles, "world"}:
+                    assert (most_ctas(role) is None) == (role in unlimited), role

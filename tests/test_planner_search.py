@@ -15,7 +15,7 @@ from config import command_line, validation
 from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
-from planner import hardware, layouts, memory, memory_terms, risk
+from planner import hardware, layouts, memory, memory_terms, risk, step_time
 from planner.enumeration import SCHEDULES, Asked
 from planner.job import Job
 from planner.step_time import predict
@@ -82,6 +82,7 @@ def test_the_command_names_the_model_as_it_was_given():
     assert asdict(run.model) == asdict(command_line.parse(asked.split()).model)
 
 
+@pytest.mark.slow
 def test_the_printed_command_starts_as_it_stands(tmp_path):
     """On two ranks of this machine, with its launcher, data and steps; it is not edited."""
     line = f"layouts {SHAPE} --gpu cpu --global-batch-size 4 --seq-length 32 --device cpu"
@@ -188,6 +189,19 @@ def test_no_schedule_is_much_faster_than_its_closed_form(seed, batches):
     training = replace(TRAINING, global_batch_size=64 * batches)
     job = Job(MODEL, layout, training, A100)
     assert least_of(job) <= 1.02 * predict(job).seconds
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_the_bound_knows_that_micro_batches_go_round_a_slow_network(name):
+    """Round trips of 16 ranks over a slow network, of which the passes alone know nothing."""
+    slow = hardware.with_network(replace(A100, node=1), 1e9)
+    layout = Layout(pp=16, dp=1, schedule=name)
+    training = replace(TRAINING, global_batch_size=64)
+    job = Job(replace(MODEL, layers=32), layout, training, slow)
+    passes = 64 * max(map(sum, step_time.stage_passes(job)))
+    assert passes < 0.7 * predict(job).seconds
+    least = least_of(job) / predict(job).seconds
+    assert 0.95 < least < 1 + 1e-9
 
 
 @pytest.mark.parametrize("name", ["zb-v", "zb-h1"])

@@ -82,6 +82,7 @@ def test_the_rehearsal_says_which_precision_it_takes(tmp_path):
     assert "1 ranks, tp 1 x pp 1 x dp 1, fp16" in done.out
 
 
+@pytest.mark.slow
 def test_a_run_on_cpus_says_so_and_a_resumed_run_keeps_what_it_had(tmp_path):
     """Unless a precision is given, or only the weights are taken."""
 

@@ -151,6 +151,27 @@ def test_the_makespan_of_any_schedule_is_the_simulated_end(
     assert found == pytest.approx(expected, rel=1e-9)
 
 
+@settings(max_examples=200)
+@given(
+    st.data(),
+    st.sampled_from(long_schedules.ONE_STAGE),
+    st.integers(1, 9),
+    st.integers(1, 24),
+    st.sampled_from([0.0, 0.01, 0.5]),
+)
+def test_rounds_of_all_ranks_at_once_end_as_the_simulated_actions(
+    data, name, ranks, count, transfer
+):
+    """To rounding: every B of the last rank, and the last action."""
+    numbered = orders.numbered(name, ranks, count)
+    seconds = data.draw(durations(ranks))
+    ends = simulation.ends(numbered, seconds, transfer)
+    split = numbered.split
+    end, backwards = simulation.ends_by_rounds(ranks, count, seconds, transfer, split)
+    assert end == pytest.approx(max(ends), rel=1e-12)
+    assert backwards == pytest.approx(numbered.by_kind(ends)["B"][:, -1], rel=1e-12)
+
+
 def test_a_slow_start_changes_the_end_little():
     """Seconds of a 176B model on 12 ranks, which repeat only after many rounds."""
     forward = [0.04894, *[0.04782] * 10, 0.04252]
@@ -163,20 +184,14 @@ def test_a_slow_start_changes_the_end_little():
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 12), ("zb-v", 8), ("zb-v", 12)])
-def test_of_many_micro_batches_few_are_built(name, ranks, monkeypatch):
-    built = []
-
-    def counted(*shape):
-        built.append(shape[2])
-        return orders.numbered(*shape)
-
-    monkeypatch.setattr(long_schedules, "numbered", counted)
+def test_of_many_micro_batches_few_are_simulated(name, ranks):
     stages = ranks * (2 if name == "zb-v" else 1)
     seconds = {(kind, stage): 1.0 for kind in "FBW" for stage in range(stages)}
     if name == "1f1b":
         seconds["F", ranks - 1] = seconds["B", ranks - 1] = 0.9
-    found = LongSchedule(name, ranks, 512).makespan(seconds, 0.4)
-    assert max(built) < 7 * ranks
+    long = LongSchedule(name, ranks, 512)
+    assert long.shortened().micro_batches < 7 * ranks
+    found = long.makespan(seconds, 0.4)
     whole = max(simulation.ends(orders.numbered(name, ranks, 512), seconds, 0.4))
     assert found == pytest.approx(whole, rel=0.006)
 

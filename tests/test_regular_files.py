@@ -1,5 +1,6 @@
 """Files of others: only regular files are opened, nothing is waited for, and sizes are checked."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,13 +9,15 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from ranks import ROOT
 
+import checkpoint
 import runs
-from config.command_line import read_toml
+from config.command_line import parse_request, read_toml
 from config.errors import UserError
 from config.families import read_object
 from config.regular_files import open_regular, read_regular
@@ -23,7 +26,9 @@ from corpora.tokenizer_files import load_tokenizer
 from numerics import spikes, traces
 from numerics.record import read
 from planner.run_files import rows_of
+from scripts import prepare_data
 from supervisor.decisions import read_entries
+from telemetry.log import Log
 from telemetry.loss_monitor import earlier_steps
 from tuner.trials import TrialStore
 
@@ -272,6 +277,34 @@ def test_what_files_say_moves_no_terminal(run, capsys):
     assert "\u202e" not in shown
     found = spikes.compare(run)
     assert ([row["loss"] for row in found["spikes"]], found["left_out"]) == ([9.0, None], 4)
+
+
+def test_what_a_strangers_model_corpus_or_checkpoint_says_moves_no_terminal(tmp_path, capsys):
+    """Names of fields in a config.json, of files, and texts in a checkpoint's options."""
+    transformers = pytest.importorskip("transformers")
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(hf)
+    facts = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(facts | {f"field{ESCAPE}": 1}))
+    (hf / f"file{ESCAPE}").write_text("")
+    checkpoint.run_command(["import", "--from", "hf", str(hf), str(tmp_path / "in")])
+    shown = capsys.readouterr().out
+    assert "field\\x1b" in shown
+    assert "file\\x1b" in shown
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("a text")
+    (texts / "b.x\x1b[31m").write_text("")
+    prepare_data.main(["--out", str(tmp_path / "c"), "--tokenizer", "bytes", str(texts)])
+    words = ["--model", str(hf), "--data", "synthetic", "--steps", "1", "--seq-length", "8"]
+    notes = parse_request(words).notes
+    assert any("field\\x1b" in note for note in notes)
+    log = SimpleNamespace(is_writer=True, waiting=None, early=[], text=None)
+    log.without = lambda what: contextlib.nullcontext()
+    Log.note(log, f"options that changed: precision fp32{ESCAPE} before, bf16 now")
+    assert "\x1b" not in shown + capsys.readouterr().out + log.early[0]
 
 
 # ---- Trials --------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def rehearsed(cases: dict[str, tuple[int, str]], folder: Path, *how: str) -> dic
 def rehearsals(tmp_path_factory) -> dict:
     """The configurations of the suite."""
     # Two layers for each stage, which others would repeat, but where buffers would outweigh them.
-    layers = {"384 ranks": 12, "ZeRO 2, pp 2": 8}
+    layers = {"384 ranks": 6, "ZeRO 2, pp 2": 8}
     cases = {}
     for name in IN_SUITE:
         world, line = CASES[name]
@@ -298,7 +298,7 @@ def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
 @pytest.mark.slow
 def test_stages_with_experts_may_load_kernels_in_every_action(tmp_path):
     """The router gives an expert another number of rows in each micro-batch, so other kernels."""
-    olmoe = "--model olmoe-1b-7b --layers 4 --pp 2 --ep 4 --precision bf16 --global-batch-size 64"
+    olmoe = "--model olmoe-1b-7b --layers 4 --pp 2 --ep 4 --precision bf16 --global-batch-size 16"
     lines = {"olmoe": (8, olmoe), "dense": (2, f"{SHAPE} --pp 2 --micro-batch-size 1")}
     worlds = {name: found.world for name, found in rehearsed(lines, tmp_path).items()}
     for trace in worlds["olmoe"].traces:

@@ -18,6 +18,7 @@ import checkpoint
 import decoding
 import sample
 from config import validation
+from config.command_line import parse
 from config.errors import UserError
 from corpora import text
 from corpora.encoder import END
@@ -120,6 +121,7 @@ WHILE_TRAINING = [
 ]
 
 
+@pytest.mark.slow
 def test_samples_while_training_are_the_same_under_every_layout(tmp_path):
     """After each of three steps, whose gradients they do not change."""
     spread = {"init_std": 0.2}  # so that samples are of different tokens
@@ -346,6 +348,13 @@ def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
             sample.prepare_task(sample.parse([str(runs["gpt2"]), *more]), 1)
         assert sentence in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_samples_of_the_log_are_drawn_at_the_temperature_that_was_asked_for():
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --steps 1 --seed 7"
+    words += " --sample-every 1 --sample-prompt 1 --sample-temperature 0.5"
+    made = decoding.RunSamples(parse(words.split()), None, None, print)
+    assert made.choice == SamplingParams(0.5, seed=7)
 
 
 def test_the_report_of_several_ranks_goes_into_a_new_folder(monkeypatch, tmp_path):

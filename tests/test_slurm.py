@@ -44,24 +44,6 @@ def limited_job(slurm, tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_srun_trains_over_two_nodes(tmp_path, limited_job):
-    """Pre-flight checks the nodes, and the table shows the ranks of each node."""
-    # Named: n3 may be free while a job of another test still ends on one of the two.
-    launcher = srun_command(4, "--ntasks-per-node=2", "--nodelist=n1,n2")
-    command = [*launcher, sys.executable, "train.py", *WORDS, "--tp", "2", "--steps", "3"]
-    with Job([*command, "--out", str(tmp_path)], tmp_path) as job:
-        assert job.status() == 0, job.text
-        assert "4 ranks by srun on n1, n2: tp 2 x pp 2 x dp 1" in job.text
-        assert "preflight: 4 ranks on 2 nodes answer" in job.text
-        lines = [line.split() for line in job.text.splitlines()]
-        table = [row for row in lines if row[:1] in (["n1"], ["n2"])]
-        found = [(node, devices, ranks) for node, devices, _, ranks in table]
-        assert found == [("n1", "2", "0-1"), ("n2", "2", "2-3")]
-    places = json.loads((tmp_path / "run.json").read_text())["cluster"]["places"]
-    assert [place["node"] for place in places] == ["n1", "n1", "n2", "n2"]
-
-
-@pytest.mark.slow
 def test_a_lost_rank_is_started_again_in_the_job_and_scancel_ends_it(tmp_path, limited_job):
     """Saved, not requeued, and no process of Slurm stays, which `sleep` in the batch file kept."""
     out = tmp_path / "job"
@@ -77,6 +59,22 @@ def test_a_lost_rank_is_started_again_in_the_job_and_scancel_ends_it(tmp_path, l
     assert list(out.glob("checkpoints/step_*"))
     assert none_left(f"slurmstepd: [{job}.") == []
     assert ranks_of(out) == []
+
+
+@pytest.mark.slow
+def test_srun_forwards_usr1_and_scancel_is_sigterm(tmp_path, limited_job):
+    """srun forwards SIGUSR1; scancel sends SIGTERM to the ranks, as the time limit does."""
+    with run(srun_command(2), tmp_path / "usr1", "--tp", "2") as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        job.send(signal.SIGUSR1)
+        assert job.status() == 75
+        check_stopped(job, "SIGUSR1")
+    name = "to-be-cancelled"
+    with run(srun_command(2, f"--job-name={name}"), tmp_path / "term", "--pp", "2") as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        subprocess.run(["scancel", f"--name={name}"], check=True)
+        assert job.status() == 75
+        check_stopped(job, "SIGTERM")
 
 
 @pytest.mark.slow
@@ -100,6 +98,27 @@ def test_a_time_limit_loses_nothing(tmp_path, limited_job):
     ]
     logs = sorted(path.name.split(".")[1] for path in (out / "logs").iterdir())
     assert logs == ["0", "1"]  # by node number: both nodes have this host's name
+
+
+@pytest.mark.slow
+def test_srun_trains_over_two_nodes(tmp_path, slurm):
+    """Pre-flight checks the nodes, and the table shows the ranks of each node.
+
+    After the job with a limit: these ranks need all CPUs of two nodes.
+    """
+    # Named: n3 may be free while a job of another test still ends on one of the two.
+    launcher = srun_command(4, "--ntasks-per-node=2", "--nodelist=n1,n2")
+    command = [*launcher, sys.executable, "train.py", *WORDS, "--tp", "2", "--steps", "3"]
+    with Job([*command, "--out", str(tmp_path)], tmp_path) as job:
+        assert job.status() == 0, job.text
+        assert "4 ranks by srun on n1, n2: tp 2 x pp 2 x dp 1" in job.text
+        assert "preflight: 4 ranks on 2 nodes answer" in job.text
+        lines = [line.split() for line in job.text.splitlines()]
+        table = [row for row in lines if row[:1] in (["n1"], ["n2"])]
+        found = [(node, devices, ranks) for node, devices, _, ranks in table]
+        assert found == [("n1", "2", "0-1"), ("n2", "2", "2-3")]
+    places = json.loads((tmp_path / "run.json").read_text())["cluster"]["places"]
+    assert [place["node"] for place in places] == ["n1", "n1", "n2", "n2"]
 
 
 def submit(out, limit: int, later: float = PAUSE) -> str:
@@ -295,19 +314,3 @@ def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
     later = Journal(str(tmp_path), "7.3")
     later.add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
     assert requeue.decide(137, tmp_path, next_job, "7", 3)[0]
-
-
-@pytest.mark.slow
-def test_srun_forwards_usr1_and_scancel_is_sigterm(tmp_path, slurm):
-    """srun forwards SIGUSR1; scancel sends SIGTERM to the ranks, as the time limit does."""
-    with run(srun_command(2), tmp_path / "usr1", "--tp", "2") as job:
-        job.wait_for(lambda: len(job.rows) > 1)
-        job.send(signal.SIGUSR1)
-        assert job.status() == 75
-        check_stopped(job, "SIGUSR1")
-    name = "to-be-cancelled"
-    with run(srun_command(2, f"--job-name={name}"), tmp_path / "term", "--pp", "2") as job:
-        job.wait_for(lambda: len(job.rows) > 1)
-        subprocess.run(["scancel", f"--name={name}"], check=True)
-        assert job.status() == 75
-        check_stopped(job, "SIGTERM")

@@ -238,6 +238,7 @@ def actions(out: Path) -> list[tuple[str, str]]:
     return [(row["evidence"]["kind"], row["action"]) for row in found]
 
 
+@pytest.mark.slow
 def test_a_rollback_is_a_run_without_the_batches_since_the_checkpoint(tmp_path):
     """The supervisor starts again twice; the second spike comes before another checkpoint."""
     outcome = supervised(tmp_path / "run", "180:184,196:200")
@@ -262,6 +263,7 @@ def test_a_rollback_is_a_run_without_the_batches_since_the_checkpoint(tmp_path):
     assert saved(tmp_path / "run", 60) == saved(tmp_path / "never", 60)
 
 
+@pytest.mark.slow
 def test_a_rollback_has_a_limit(tmp_path):
     outcome = supervised(tmp_path, "180:184,220:224", "--spike-limit", "1")
     assert outcome.status == 2, outcome.out

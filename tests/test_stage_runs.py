@@ -1,6 +1,7 @@
 """Runs with stages, and branches: if this failed, a stage would depend on layouts or restarts."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,7 @@ def test_a_restart_under_another_layout_goes_on(stages, whole, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_branches_are_three_uninterrupted_runs(stages, tmp_path):
     """Of a stable run without stages: wsd to the end of each; bit for bit in one layout."""
     data = ["--data", f"{Path(stages).parent}/a", "--order", "stable", "--global-batch-size", "4"]
@@ -164,3 +166,56 @@ def test_three_branches_are_three_uninterrupted_runs(stages, tmp_path):
     other = ["--branch-from", str(tmp_path / "straight3"), "--out", str(tmp_path / "branch6")]
     done = fork_ranks(1, "train.py", *SMALL, *other)
     assert "has checkpoints of a run that is a branch of" in done.err
+
+
+@pytest.fixture(scope="module")
+def stable(tmp_path_factory, stages) -> tuple[list[dict], Path]:
+    """The tables of the stages with a constant rate in all of them, and the run of one rank."""
+    folder = tmp_path_factory.mktemp("stable")
+    tables = tomllib.loads(Path(stages).read_text())["stage"]
+    for of_rate in ("lr_schedule", "min_lr"):
+        tables[-1].pop(of_rate)
+    file = written(folder / "stages.toml", tables, train_tokens=768 + 6 * 96)
+    run(folder / "run", 1, "--stages", file, *CONSTANT, "--save-every", "3")
+    return tables, folder / "run"
+
+
+CONSTANT = ("--lr-schedule", "constant")
+# The step after which a branch begins, the tokens of the run there, those of the branch, which are
+# four steps, and the samples of the run after two of them. In the first stage, in the second, which
+# is a blend, and in the third, of another length.
+BRANCHES = {
+    "first": (3, 192, 256, "40"),
+    "blend": (9, 576, 256, "68"),
+    "length": (15, 1056, 384, "112"),
+}
+
+
+@pytest.fixture(scope="module", params=BRANCHES)
+def fallen(request, stable, tmp_path_factory) -> tuple[str, dict, Path]:
+    """The name of a branch, and the uninterrupted run that falls there: the stage in which it falls
+    is longer and has a rate of its own.
+    """
+    tables, _ = stable
+    step, begin, tokens, _ = BRANCHES[request.param]
+    folder = tmp_path_factory.mktemp("straight")
+    before = [dict(stage) for stage in tables if stage["from_tokens"] < begin]
+    before[-1] |= {"lr_schedule": "wsd", "lr_wsd_decay_tokens": tokens}
+    file = written(folder / "stages.toml", before, train_tokens=begin + tokens)
+    rows = run(folder / "run", 1, "--stages", file, *CONSTANT)
+    return request.param, {k: row for k, row in rows.items() if k[0] > step}, folder / "run"
+
+
+def test_a_branch_of_a_run_with_stages_is_an_uninterrupted_run(fallen, stable, tmp_path):
+    """Bit for bit, with a stop on the way, and to rounding under every other layout."""
+    name, expected, straight = fallen
+    _, stable_run = stable
+    step, _, tokens, stop = BRANCHES[name]
+    checkpoint = f"{stable_run}/checkpoints/step_{step:08d}"
+    words = ["--branch-from", checkpoint, "--decay-tokens", str(tokens)]
+    run(tmp_path / "branch", 1, *words, "--stop-at-samples", stop)
+    assert run(tmp_path / "branch", 1, *words) == expected  # the same command goes on
+    same_weights(tmp_path / "branch", straight, step + 4)
+    for layout in LAYOUTS:
+        ranks, options = LAYOUTS[layout]
+        close(run(tmp_path / layout, ranks, *words, *options), expected)

@@ -129,6 +129,8 @@ def drawn_stages(draw: random.Random, folder: Path, count: int, begin: int = 0) 
         stage = {"name": f"s{number}", "from_tokens": tokens, "data": words}
         stage["seq_length"] = draw.choice([4, 7, 8, 12, 16])
         stage["global_batch_size"] = draw.choice([4, 8, 12])
+        if stages and draw.random() < 0.3:  # only the batch may change, so that the blend goes on
+            stage |= {key: stages[-1][key] for key in ("data", "seq_length")}
         stages.append(stage)
         tokens += draw.randint(200, 1500)
     return stages
@@ -311,6 +313,23 @@ def test_rates_of_stages_and_of_a_run_that_they_do_not_change(tmp_path):
     assert rates[:10] == pytest.approx([1e-2 * (n + 1) / 11 for n in range(10)])
     assert rates[10:20] == [1e-2] * 10
     assert rates[20:] == pytest.approx([4e-3 * (1 - n / 20) for n in range(20)])
+
+
+def test_a_stage_that_reads_the_same_goes_on_in_the_blend(corpora, tmp_path):
+    """A branch, and a stage with another rate or batch, read what one stage would have read."""
+    blend = {"data": [0.6, f"{corpora}/a", 0.3, f"{corpora}/b", 0.1, f"{corpora}/c"]}
+    other = {"from_tokens": 0, "data": [f"{corpora}/b"]}
+    one = [other, blend | {"from_tokens": 160}]
+    cut = [*one, blend | {"from_tokens": 160 + 7 * 16, "lr_schedule": "linear"}]
+    cut.append(blend | {"from_tokens": 160 + 18 * 16})
+    read = []
+    for stages in (one, cut):
+        path = written(tmp_path / "s.toml", stages, train_tokens=160 + 40 * 16)
+        run = first_start(f"{TEXT} --stages {path} --global-batch-size 1")
+        assert run.total_samples == 50
+        samples = data.build(run).train
+        read.append([inputs_of(samples, k) for k in range(run.total_samples)])
+    assert read[0] == read[1]
 
 
 def test_a_sample_is_consecutive_text_and_its_last_label_follows_in_it(corpora, tmp_path):

@@ -84,8 +84,7 @@ def raw() -> list[dict[str, str]]:
         return list(csv.DictReader(file))[:4]
 
 
-@pytest.mark.slow
-def test_all_mistakes_are_listed_and_skipped_rows_counted(tmp_path, raw, capsys):
+def test_all_mistakes_are_listed_and_skipped_rows_counted(tmp_path, raw, capsys, monkeypatch):
     raw[1] |= {"precision": "bf16 (fp32 grad)", "mbs": "two"}
     raw[3] |= {"status": "other"}
     path = write(tmp_path / "rows.csv", raw)
@@ -105,8 +104,11 @@ def test_all_mistakes_are_listed_and_skipped_rows_counted(tmp_path, raw, capsys)
     note = f"note: {path}: 2 of 4 rows are left out, for 3 mistakes\n"
     check_rows.main([path, "--skip"])
     assert capsys.readouterr().err == note
+    compared = []  # with constants whose fit is that of the tests below
+    monkeypatch.setattr(accuracy, "by_source", lambda rows, out, words: compared.append(rows))
     accuracy.main(["--rows", path, "--skip"])
     assert capsys.readouterr().err == note
+    assert [[row.id for row in rows] for rows in compared] == [["TT-T1a", raw[2]["row_id"]]]
     with pytest.raises(UserError, match="has 3 mistakes"):
         accuracy.main(["--rows", path])
 
@@ -163,13 +165,14 @@ def test_figures_of_a_table_by_hand(titan):
     assert found["out_of_memory"]["missed"] == found["out_of_memory"]["false_alarms"] == 1
 
 
-@pytest.mark.slow
-def test_the_command_writes_the_figures_of_each_source_and_of_all(tmp_path, capsys):
+def test_the_command_writes_the_figures_of_each_source_and_of_all(tmp_path, capsys, monkeypatch):
+    """With the constants in use: the fit without each source is that of the last test."""
+    monkeypatch.setattr(source_accuracy, "refit_without_each", lambda *fit: {})
     out = tmp_path / "figures.json"
-    files = [str(PUBLIC / f"{name}.csv") for name in ("dgxc", "fms_fsdp")]
+    files = [str(PUBLIC / f"{name}.csv") for name in ("fms_fsdp", "llm_foundry")]
     accuracy.main(["--rows", *files, "--json", str(out)])
     figures = json.loads(out.read_text())
-    assert set(figures) == {"dgxc", "fms_fsdp", "all"}
+    assert set(figures) == {"fms_fsdp", "llm_foundry", "all"}
     assert figures["all"]["time"]["n"] == 18
     assert "| dgxc | 10 |" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ import json
 import math
 import random
 
+import lm_eval_cases
 import numpy as np
 import pytest
 import task_worker
@@ -12,6 +13,7 @@ import torch
 from compare import relative_difference
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval_cases import FIXTURES, S
 from ranks import fork_one, results_of
 from test_families import V, their_model
 
@@ -26,9 +28,6 @@ from config.run_options import TaskFile, parse_task_files
 from corpora import tasks
 from corpora.text import Text
 from scoring import Scorer
-
-S = 40  # the length of test_families' models
-
 
 # ------------------------------------------------------------------------------------------------
 # Rows and tokens
@@ -245,9 +244,6 @@ def test_scores_are_those_of_one_rank_in_every_layout(tmp_path):
 # Against transformers and lm_eval
 # ------------------------------------------------------------------------------------------------
 
-FIXTURES = ("gpt2", "bloom", "llama 3", "mistral window", "gemma2", "phi3 long", "olmoe")
-FIXTURES += ("deepseek_v2",)
-
 
 def imported(case: str, folder) -> tuple[object, str]:
     """transformers' model of a case of test_families.py, and a checkpoint with its weights."""
@@ -288,115 +284,16 @@ def test_log_likelihoods_are_those_of_transformers(case, tmp_path):
         assert missed == (logits.argmax(-1) != labels).sum()
 
 
-def write_task(folder) -> None:
-    """A task of lm_eval with texts as found anywhere, and its definition."""
-    draw = random.Random(11)
-    words = ["the", "a", "of", "Ünïcode", "über", "北京", "x1", "(yes)", "no!", "3.14", "end\nline"]
-
-    def some(most: int) -> str:
-        return " ".join(draw.choice(words) for _ in range(draw.randint(1, most)))
-
-    lines = []
-    for number in range(20):
-        choices = [some(5) for _ in range(4)]
-        question = some(6) + (" " if number % 3 == 0 else "")
-        lines.append({"question": question, "choices": choices, "gold": number % 4})
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = [
-        "task: mine",
-        "dataset_path: json",
-        f'dataset_kwargs: {{data_files: {{test: "{folder}/data.jsonl"}}, cache_dir: "{folder}/c"}}',
-        "output_type: multiple_choice",
-        "test_split: test",
-        'doc_to_text: "{{question}}"',
-        'doc_to_choice: "choices"',
-        'doc_to_target: "gold"',
-        "metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]",
-    ]
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "mine.yaml").write_text("\n".join(task) + "\n")
-
-
-def with_tokenizer(case: str, folder, begins: bool) -> str:
-    """A checkpoint of a case's model with random weights and a tokenizer, imported from files.
-
-    begins: whether the tokenizer puts a token before each text.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer_of_tokens = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
-    )
-    made.train_from_iterator(["the answer is no a of the yes then "] * 20, trainer_of_tokens)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
-    if begins:
-        settings["bos_token"] = "<s>"
-        made.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
-        )
-    theirs = their_model(case, vocab=made.get_vocab_size())
-    theirs.save_pretrained(folder / "hf")
-    made.save(str(folder / "hf" / "tokenizer.json"))
-    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
-    hf_export.import_weights(str(folder / "hf"), str(folder / "in"))
-    return str(folder / "in" / "step_00000000")
-
-
 @pytest.mark.parametrize("case", FIXTURES)
 def test_log_likelihoods_and_accuracies_are_lm_evals(case, tmp_path, monkeypatch):
-    """Of the exported model, on a task whose file scripts/eval_tasks.py has made, and on the
-    samples that lm_eval logs. The begin token is there for every second family.
-    """
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.loggers import EvaluationTracker
-    from lm_eval.tasks import TaskManager
-
-    from scripts import eval_tasks
-
+    pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    begins = FIXTURES.index(case) % 2 == 0
-    checkpoint = with_tokenizer(case, tmp_path, begins)
-    write_task(tmp_path)
-    own = ["--include-path", str(tmp_path / "tasks")]
-    eval_tasks.main(["mine", "--out", str(tmp_path / "files"), *own])
-    hf_export.export_weights(checkpoint, str(tmp_path / "out"), "fp32", family=case.split()[0])
-    tracker = EvaluationTracker(output_path=str(tmp_path / "log"))
-    tracker.date_id = "2026-01-31T12-00-00.123456"
-    found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args=f"pretrained={tmp_path}/out,add_bos_token={begins},dtype=float32,max_length={S}",
-        tasks=["mine"],
-        task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
-        device="cpu",
-        log_samples=True,
-        bootstrap_iters=0,
-        evaluation_tracker=tracker,
-    )
-    samples = sorted(found["samples"]["mine"], key=lambda row: row["doc_id"])
-    numbers = found["results"]["mine"]
-    tracker.save_results_samples("mine", samples)
-    [logged] = (tmp_path / "log").rglob("samples_mine_*.jsonl")
-    for file in (tmp_path / "files" / "mine.jsonl", logged):
-        scores = tmp_path / "scores.jsonl"
-        words = ["--eval-tasks", str(file), "--scores", str(scores), "--device", "cpu"]
-        done = fork_one("sample.py", checkpoint, *words)
-        assert done.status == 0, done.err
-        rows = [json.loads(line) for line in scores.read_text().splitlines()]
-        assert len(rows) == len(samples) == 20
-        for row, their_row in zip(rows, samples, strict=True):
-            theirs = [float(value) for value, _ in their_row["filtered_resps"]]
-            assert row["log_likelihoods"] == pytest.approx(theirs, abs=1e-4)
-            assert row["greedy"] == [
-                greedy in (True, "True") for _, greedy in their_row["filtered_resps"]
-            ]
-        line = next(line for line in done.out.splitlines() if line.startswith("mine: accuracy"))
-        words = line.replace(",", "").split()
-        assert float(words[2]) == pytest.approx(numbers["acc,none"], abs=1e-6)
-        assert float(words[5]) == pytest.approx(numbers["acc_bytes,none"], abs=1e-6)
+    for file, found in lm_eval_cases.compare(case, tmp_path).items():
+        assert found["requests"] == 80, file
+        assert found["off"] <= 1e-4, file
+        assert found["other_greedy"] == 0, file
+        for ours, theirs in found["numbers"].values():
+            assert ours == pytest.approx(theirs, abs=1e-6), file
 
 
 def test_a_file_of_lm_eval_has_what_it_counts_as_right(tmp_path, monkeypatch):

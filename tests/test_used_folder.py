@@ -11,7 +11,9 @@ from small_corpora import END, write_chats
 
 import checkpoint
 import sample
-from checkpointing import folders
+from checkpointing import folders, resumed
+from checkpointing.resumed import inherited_options
+from config.command_line import parse_request
 from config.errors import UserError
 from numerics import diff, record
 
@@ -87,6 +89,26 @@ def test_checkpoints_beside_an_empty_place_are_named(tmp_path):
     assert steps(tmp_path / "checkpoints.2") == ["step_00000003", "step_00000006"]
 
 
+@pytest.mark.parametrize("words", [["--resume"], ["--resume", "auto", "--branch-from"]], ids=str)
+def test_a_checkpoint_that_is_not_there_is_the_mistake_and_not_the_missing_model(words, tmp_path):
+    with pytest.raises(UserError, match="nowhere is not a complete checkpoint: there is no such"):
+        parse_request([*words, "nowhere", "--out", str(tmp_path)], resumed=inherited_options)
+
+
+def test_an_import_in_which_a_run_has_saved_is_not_taken_for_one_of_both(tmp_path):
+    """Else the imported model would be sampled, exported and resumed in place of the tuned one."""
+    for name in ("step_00000000", "checkpoints/step_00000004", "checkpoints/step_00000002"):
+        (tmp_path / name).mkdir(parents=True)
+    words = rf"two places: {tmp_path}/step_00000000, and .* newest {tmp_path}/checkpoints/step_.*4"
+    with pytest.raises(UserError, match=words):
+        folders.find_checkpoints(str(tmp_path))
+    (found, _) = folders.find_checkpoints(str(tmp_path / "checkpoints"))
+    assert found.endswith("step_00000004")
+    with pytest.raises(UserError, match=words):
+        resumed.candidates(str(tmp_path), "elsewhere")
+    assert len(resumed.candidates("auto", str(tmp_path))) == 2
+
+
 def test_checkpoints_that_an_audit_has_set_aside_do_not_stop_a_new_beginning(tmp_path):
     parent = tmp_path / "checkpoints"
     (parent / "step_00000003").mkdir(parents=True)
@@ -127,6 +149,7 @@ def test_a_resume_with_another_batch_size_has_the_rate_of_what_is_consumed(tmp_p
     assert sorted(rates.values(), reverse=True) == list(rates.values())
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_data_options_of_the_run(tmp_path):
     write_chats(tmp_path)
     data = f"--data {tmp_path}/chats --split 1 --cache none "

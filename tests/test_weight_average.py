@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import fork_ranks
+from test_golden import check_lines
 
 import checkpoint
 from checkpointing.index import Index
@@ -71,6 +72,13 @@ def test_a_layout_has_the_average_of_one_rank(runs, name):
     assert expected.keys() == found.keys()
     for tensor in expected:
         np.testing.assert_allclose(found[tensor], expected[tensor], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_every_layout_has_the_average_of_one_rank_within_fp64(tmp_path):
+    """Of several optimizers and models; benchmarks/layouts/average_layouts.py draws sixty more."""
+    for result in check_lines("averages", tmp_path):
+        assert result["averages"] != result["weights"]
 
 
 @pytest.mark.parametrize(
