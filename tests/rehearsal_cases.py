@@ -13,7 +13,7 @@ CASES: dict[str, tuple[int, str]] = {
     "one rank": (1, SMALL),
     "tp 2 pp 2 dp 2": (8, SMALL + "--tp 2 --pp 2"),
     "sequence parallel": (4, SMALL + "--tp 4 --sequence-parallel " + NOW_AND_THEN),
-    "384 ranks": (384, SMALL + "--layers 6 --tp 4 --pp 3 --global-batch-size 1024"),
+    "384 ranks": (384, SMALL + "--layers 12 --tp 4 --pp 6 --global-batch-size 1024"),
     "ZeRO 2, pp 2": (4, SMALL + "--pp 2 --zero 2 " + NOW_AND_THEN),
     "ZeRO 3": (4, SMALL + "--zero 3 " + NOW_AND_THEN),
     "Llama's features": (4, SMALL + LLAMA + "--tp 2"),

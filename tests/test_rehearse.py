@@ -41,7 +41,7 @@ def rehearsed(cases: dict[str, tuple[int, str]], folder: Path, *how: str) -> dic
 def rehearsals(tmp_path_factory) -> dict:
     """The configurations of the suite."""
     # Two layers for each stage, which others would repeat, but where buffers would outweigh them.
-    layers = {"384 ranks": 6, "ZeRO 2, pp 2": 8}
+    layers = {"384 ranks": 12, "ZeRO 2, pp 2": 8}
     cases = {}
     for name in IN_SUITE:
         world, line = CASES[name]
