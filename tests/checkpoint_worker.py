@@ -26,7 +26,6 @@ from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 
 BATCH = 4
-state.SPREAD_ELEMENTS = 64  # so that replicas write shares of these small tensors too
 
 
 def options(case: dict) -> configuration.Config:
@@ -116,4 +115,5 @@ def run_job(job: dict, context: Context) -> dict:
 
 
 if __name__ == "__main__":
+    state.SPREAD_ELEMENTS = 64  # so that replicas write shares of these small tensors too
     run_jobs(run_job)
