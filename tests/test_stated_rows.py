@@ -169,10 +169,10 @@ def test_the_command_writes_the_figures_of_each_source_and_of_all(tmp_path, caps
     """With the constants in use: the fit without each source is that of the last test."""
     monkeypatch.setattr(source_accuracy, "refit_without_each", lambda *fit: {})
     out = tmp_path / "figures.json"
-    files = [str(PUBLIC / f"{name}.csv") for name in ("fms_fsdp", "llm_foundry")]
+    files = [str(PUBLIC / f"{name}.csv") for name in ("dgxc", "fms_fsdp")]
     accuracy.main(["--rows", *files, "--json", str(out)])
     figures = json.loads(out.read_text())
-    assert set(figures) == {"fms_fsdp", "llm_foundry", "all"}
+    assert set(figures) == {"dgxc", "fms_fsdp", "all"}
     assert figures["all"]["time"]["n"] == 18
     assert "| dgxc | 10 |" in capsys.readouterr().out
 
