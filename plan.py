@@ -257,8 +257,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
         if reason:
             raise UserError(f"{reason} (--for {program.name})")
         machine = program.on(machine, config.model, bool(options.fp8))
-        if left_out := program.left_out(request.given):
-            notes.append(left_out)
+        notes += program.left_out(request.given)
     for note in (*request.notes, *notes):
         print(f"note: {note}", file=sys.stderr)
     return Question(options, config, request.given, machine)

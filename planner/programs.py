@@ -67,14 +67,14 @@ class Program:
             return engines.on(machine, facts)
         return engines.on(machine, facts | self.expert_facts, kind=self.expert_kind)
 
-    def left_out(self, given: Collection[str]) -> str:
-        """Return a sentence with the given options that the command does not say, or "".
+    def left_out(self, given: Collection[str]) -> list[str]:
+        """Return a sentence with the given options that the command does not say, if there are any.
 
         given: the names of options of train.py that the user gave.
         """
         unsaid = {*given} - self.says - {"model", "config"}
         names = sorted(name.replace("_", "-") for name in unsaid)
-        return f"not in {self.name}'s command: {', '.join(names)}" if names else ""
+        return [f"not in {self.name}'s command: {', '.join(names)}"] if names else []
 
     def check(self, given: dict[str, Any]) -> None:
         """Raise UserError for a layout's option that the program does not have.
