@@ -118,6 +118,7 @@ def test_no_batch_file_recomputes_a_block_that_fits(name):
     assert not fits(recompute_layers=fewer) if fewer else not fits(recompute="none")
 
 
+@pytest.mark.slow
 def test_the_launcher_of_a_batch_file_is_the_one_of_the_mpi(tmp_path):
     """srun gets --mpi, and binds neighbouring ranks to neighbouring cores: its words, not run."""
     script = 'env() { echo "$@" >$LOGS/words; }; LOGS=$1; source scripts/slurm_job.sh'

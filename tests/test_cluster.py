@@ -103,6 +103,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.slow
 def test_a_rank_that_fails_before_all_have_met_ends_the_job(name, tmp_path, request):
     where, culprit, said = FAILURES[name]
     command = early(name, where, culprit, tmp_path, request)

@@ -105,6 +105,7 @@ def test_every_option_has_a_line_with_experts():
     ("optimizer", "before", "after"),
     [("adamw", "--tp 2 --ep 4", "--pp 2 --ep 2"), ("adafactor", "--ep 4", "--pp 2 --ep 2")],
 )
+@pytest.mark.slow
 def test_a_run_is_resumed_under_another_ep(optimizer, before, after, tmp_path):
     """The rows after a checkpoint are those of the run that went on; biases and loads are in it."""
     model = "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --no-bias --experts 8"

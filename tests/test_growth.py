@@ -66,6 +66,7 @@ def test_every_stage_of_blooms_ramp_up_is_one_that_train_py_starts():
     )
 
 
+@pytest.mark.slow
 def test_a_stage_has_the_fastest_of_the_layouts_that_run_all_its_sizes():
     """Without the smaller sizes of the stage, a faster layout may come first."""
     question = question_of(BLOOM)

@@ -232,6 +232,7 @@ def test_a_trace_in_fp64_does_not_depend_on_the_layout(slow_traces, case):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_diff_accuses_no_layout(traces_of, case, precision):
     traces = traces_of(precision)
     found = diff.compare(traces.out(of_model(case), precision), traces.out(case, precision))

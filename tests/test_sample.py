@@ -136,6 +136,7 @@ def test_samples_while_training_are_the_same_under_every_layout(tmp_path):
             assert_close(ours["grad_norm"], theirs["grad_norm"], 2e-5, case)
 
 
+@pytest.mark.slow
 def test_every_familys_greedy_tokens_are_those_of_transformers(tmp_path, capsys):
     """Imported from transformers; on one rank."""
     families = pytest.importorskip("test_families")

@@ -145,6 +145,7 @@ def test_every_layout_decides_alike(on_one_rank, tmp_path, layout):
         assert two[name] == one[name]
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_steps_before_and_the_batches_left_out(tmp_path):
     """The second spike is the second step after a restart, which follows the first spike."""
     words = ["--on-spike", "skip", "--save-every", "40", "--resume", "auto"]
@@ -172,6 +173,7 @@ def test_a_restart_keeps_the_steps_before_and_the_batches_left_out(tmp_path):
     assert again == {step: whole[step] for step in range(41, 61) if step not in (42, 46)}
 
 
+@pytest.mark.slow
 def test_the_run_ends_after_so_many_spikes(tmp_path):
     words = ["--on-spike", "skip", "--spike-limit", "1", "--save-every", "40"]
     planted = "164:168,180:184"

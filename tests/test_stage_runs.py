@@ -206,6 +206,7 @@ def fallen(request, stable, tmp_path_factory) -> tuple[str, dict, Path]:
     return request.param, {k: row for k, row in rows.items() if k[0] > step}, folder / "run"
 
 
+@pytest.mark.slow
 def test_a_branch_of_a_run_with_stages_is_an_uninterrupted_run(fallen, stable, tmp_path):
     """Bit for bit, with a stop on the way, and to rounding under every other layout."""
     name, expected, straight = fallen

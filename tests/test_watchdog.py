@@ -323,6 +323,7 @@ class Moving(FlightRecorder):
         return super().snapshot(records) | {"progress": self.hidden, "steps_done": 100}
 
 
+@pytest.mark.slow
 def test_ranks_that_have_gone_on_when_they_are_asked_do_not_hang(tmp_path):
     """A rank with little processor time: judged again after its answer. Later it does hang."""
     address, process = heartbeat.start_monitor("127.0.0.1", "n", 1, str(tmp_path), 1.0, KEY)
