@@ -155,9 +155,12 @@ def _length_words(training: Training) -> list[str]:
     }
     given = {name: n for name, n in samples.items() if n}
     steps = training.steps or STEPS
+    total = training.train_samples or steps * (training.global_batch_size or 1)
+    if training.lr_schedule == "wsd" and "lr-wsd-decay-samples" not in given:
+        # Megatron-LM has no default; here it is the last tenth (config/learning_rate.py).
+        given["lr-wsd-decay-samples"] = (training.lr_decay_samples or total) // 10
     if not (given or training.train_samples or training.rampup_batch_size):
         return ["--train-iters", str(steps)]
-    total = training.train_samples or steps * (training.global_batch_size or 1)
     found = ["--train-samples", str(total)]
     for name, n in given.items():
         found += [f"--{name}", str(n)]

@@ -180,7 +180,8 @@ def _training_words(training: Training) -> list[str]:
     if schedule == "constant":  # it never begins to decay
         numbers["lr_scheduler.decay_ratio"] = 0.0
     elif schedule == "wsd":
-        decay = training.lr_wsd_decay_samples or 0
+        # By default the decay is the last tenth, as in config/learning_rate.py.
+        decay = training.lr_wsd_decay_samples or steps * batch / 10
         numbers["lr_scheduler.decay_ratio"] = min(1.0, decay / (steps * batch))
     style = WSD_DECAYS[training.lr_wsd_decay_style] if schedule == "wsd" else DECAYS[schedule]
     found = [word for name, n in numbers.items() for word in (f"--{name}", f"{n:.12g}")]

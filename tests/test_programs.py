@@ -292,6 +292,19 @@ def test_torchtitans_rate_is_that_of_the_run():
     assert wrong_in(command, options_of("torchtitan")) == []
 
 
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_a_wsd_decay_that_is_not_given_is_the_last_tenth(name):
+    words = f"layouts --for {name} --model llama-3-8b --gpus 8 --global-batch-size 64 --steps 100"
+    options, rest = plan.parser().parse_known_args([*words.split(), "--lr-schedule", "wsd"])
+    run = plan.question_of(options, rest).config
+    command = PROGRAMS[name].words(run, Layout(dp=8, zero=1), 8, False)
+    found = dict(itertools.pairwise(command))
+    if name == "megatron":
+        assert (found["--train-samples"], found["--lr-wsd-decay-samples"]) == ("6400", "640")
+    else:
+        assert float(found["--lr_scheduler.decay_ratio"]) == 0.1
+
+
 def test_other_questions_answer_for_a_program_too():
     gpu = "--gpu h100 --model llama-3-8b"
     days = plan.ask(f"days --for megatron {gpu} --gpus 64 --tokens 1e12".split())
