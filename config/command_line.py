@@ -180,6 +180,8 @@ def parse_request(
     config = build(values, lacks if plans else None, base)
     config = dataclasses.replace(config, past=taken.past, plan=plan)
     check_used(config, given)  # UserError if a given option has no effect
+    if translation:
+        translation.check_meaning(config.model, given)
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
     notes += _note_on_model(given.get("model", ""))

@@ -22,7 +22,7 @@ import argparse
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +66,6 @@ class Translation:
         """
         if "--num-experts" in self.ours and "bias" not in values:
             values = values | {"bias": True}  # as theirs; experts here have none, which is refused
-        self._check_meaning(values)
         if not self.iterations and self.warmup_fraction is None:
             return values
         steps = values.get("batch_schedule")
@@ -84,22 +83,22 @@ class Translation:
             finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
         return finished
 
-    def _check_meaning(self, values: dict[str, Any]) -> None:
+    def check_meaning(self, model: ModelShape, given: Collection[str]) -> None:
         """Note, or refuse, translated options that mean something else beside other options.
 
-        values: the options by name. Raise UserError for --qk-layernorm without RMSNorm.
+        model: the run's model, from whatever it was given by. given: the names of given options.
+        Raise UserError for --qk-layernorm in a model without RMSNorm.
         """
-        if "--qk-layernorm" in self.ours and values.get("norm", "layernorm") != "rmsnorm":
+        if "--qk-layernorm" in self.ours and model.norm != "rmsnorm":
             raise UserError(
                 "--qk-layernorm is a LayerNorm in Megatron-LM without --normalization RMSNorm, and "
                 "--set qk_norm=head is an RMSNorm in any model: give one of these"
             )
-        hidden = values.get("hidden")
-        if "--swiglu" in self.ours and hidden and "ffn_hidden" not in values:
-            width = int(4 * hidden * 2 / 3 / 64) * 64
+        width = int(4 * model.hidden * 2 / 3 / 64) * 64
+        if "--swiglu" in self.ours and "ffn_hidden" not in given and width != model.ffn_hidden:
             self.instead.append(
                 f"--swiglu without --ffn-hidden-size: Megatron-LM's MLP has {width} columns, and "
-                "here it is 8/3 of the hidden size, rounded up"
+                f"this one {model.ffn_hidden}"
             )
 
 

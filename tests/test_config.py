@@ -117,6 +117,8 @@ def test_names_that_mean_something_else_beside_other_options_are_noted_or_refuse
     assert not any("columns" in note for note in request.notes)
     with pytest.raises(UserError, match="is a LayerNorm in Megatron-LM without --normalization"):
         parse_request(f"{base} --qk-layernorm".split())
+    preset_with_rmsnorm = "--model llama-3-8b --train-iters 3 --qk-layernorm"
+    assert parse_request(preset_with_rmsnorm.split()).config.model.qk_norm == "head"
     request = parse_request(f"{base} --qk-layernorm --normalization RMSNorm".split())
     assert request.config.model.qk_norm == "head"
     recompute = "--recompute-granularity full --recompute-method"
