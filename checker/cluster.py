@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -49,7 +48,7 @@ from config.errors import UserError, exit_with
 from config.paths import check_folder
 from config.run_options import Run
 from distributed.launch import Launch, discover
-from distributed.local_ranks import Place, environment_of_rank
+from distributed.local_ranks import Place, environment_of_rank, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 # The shares of --minutes that a part may take. What is not used is left to the others.
@@ -301,7 +300,7 @@ class Agent:
         context = self.context
         ranks = ranks or list(range(context.size))
         self.number += 1
-        place = [_address(context), _free_port()] if context.rank == 0 else None
+        place = [_address(context), free_port("")] if context.rank == 0 else None
         address, port = self.exchange.agree(place, lambda values: values[0], "place")
         self.began = time.monotonic()
         share = SHARES[name] * 60.0 * self.given.minutes
@@ -390,10 +389,3 @@ def _address(context: Any) -> str:
     from distributed.store import host_address
 
     return host_address(context.local)
-
-
-def _free_port() -> int:
-    """Return a port that no program of this node uses now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -8,7 +8,9 @@ as torchrun's do, by the variables that torchrun would set.
 """
 
 import os
+import random
 import socket
+from pathlib import Path
 from typing import NamedTuple
 
 from distributed.launch import Launch, discover
@@ -32,11 +34,30 @@ def become_rank(rank: int, size: int, port: int) -> Launch:
     return discover()
 
 
-def free_port() -> int:
-    """Return a port that no program of this machine uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that no program of this machine uses now, for a server that starts later.
+
+    A port that the kernel chooses (bind to 0) may be the next outgoing connection's, of any
+    program, before the server is there. So it is one below those of outgoing connections.
+    """
+    drawn = random.SystemRandom()  # forks and programs with one seed draw different ports
+    while True:
+        port = drawn.randrange(10_000, _first_ephemeral_port())
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:  # in use
+                continue
+        return port
+
+
+def _first_ephemeral_port() -> int:
+    """Return the least port of outgoing connections, or 32768 where it leaves few below."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # no Linux
+        return 32_768
+    return first if first >= 12_000 else 32_768
 
 
 # Variables of launchers, which would make a process take itself for one of the launcher's ranks.

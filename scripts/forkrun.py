@@ -11,7 +11,6 @@ that of the first failure.
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -31,10 +30,9 @@ def main(arguments: list[str]) -> int:
     import torch._dynamo  # noqa: F401
 
     import trainer  # noqa: F401
+    from distributed.local_ranks import free_port
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     alive = {_fork(rank, ranks, port, words) for rank in range(ranks)}
     signal.signal(signal.SIGTERM, lambda *_: _kill(alive))
     try:

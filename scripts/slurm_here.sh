@@ -52,10 +52,15 @@ trap 'status=$?; set +e; stop >/dev/null 2>&1; exit $status' EXIT
 trap 'exit 143' TERM HUP
 
 ports=$(python3 - "$nodes" <<'PYTHON'
-import socket, sys
-sockets = [socket.socket() for _ in range(1 + int(sys.argv[1]))]
-for one in sockets:
-    one.bind(("", 0))
+import random, socket, sys
+sockets = []
+while len(sockets) < 1 + int(sys.argv[1]):
+    one = socket.socket()
+    try:  # below the ports of outgoing connections, one of which could be there before the daemon
+        one.bind(("", random.randrange(10_000, 30_000)))
+    except OSError:  # in use
+        continue
+    sockets.append(one)
 print(*(one.getsockname()[1] for one in sockets))
 PYTHON
 )

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch.distributed as dist
-from ranks import Job, fork_ranks, mpi_command
+from ranks import Job, fork_ranks, free_port, mpi_command
 from strangers import HOST, Strangers
 
 from config.errors import UserError
@@ -241,9 +241,7 @@ def test_between_nodes_a_password_of_the_user_hides_the_secret_and_the_address()
 def test_torchruns_store_has_no_secret(tmp_path):
     """It takes connections of all programs."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
-    out = tmp_path / "run"
+    port, out = free_port(), tmp_path / "run"
     command = [*torchrun, f"--master-port={port}", "tests/strangers_worker.py", str(out)]
     with Job([*command, *WORDS, "--out", str(out)], out, **ONE_THREAD) as job:
         wait_at(job, "store")
