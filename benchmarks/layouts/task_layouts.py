@@ -31,7 +31,7 @@ import trainer
 from benchmarks.results_file import head, main_in_parts
 from config import validation
 from config.errors import UserError
-from corpora.tasks import Request, TaskSet
+from corpora.tasks import ScoringRequest, TaskSet
 from scoring import Scorer
 
 RESULTS = ROOT / "benchmarks" / "results" / "tasks.md"
@@ -115,7 +115,7 @@ def timed() -> dict:
     while sum(len(request.ids) - 1 for request in requests) < 40 * 512:
         size = draw.randint(20, 160)
         ids = [draw.randrange(8192) for _ in range(size)]
-        requests.append(Request(ids, size - draw.randint(1, 12)))
+        requests.append(ScoringRequest(ids, size - draw.randint(1, 12)))
     found = TaskSet([], requests)
     scorer = Scorer(state.pipeline, state.factory, config, found)
     samples = data.Synthetic(8192, 512, seed=1)
