@@ -12,7 +12,7 @@ import pytest
 import stops_worker
 from planted_mismatches import KINDS, Cannot, plant
 from ranks import ROOT, start
-from rehearsal_cases import CASES, IN_SUITE
+from rehearsal_cases import CASES
 
 import rehearse
 from emulator.matching import RunTraces, deadlock, mismatches
@@ -43,7 +43,7 @@ def rehearsals(tmp_path_factory) -> dict:
     # Two layers for each stage, which others would repeat, but where buffers would outweigh them.
     layers = {"384 ranks": 12, "ZeRO 2, pp 2": 8}
     cases = {}
-    for name in IN_SUITE:
+    for name in CASES:
         world, line = CASES[name]
         few = 4 if "--pp" in line else 2
         cases[name] = (world, f"{line} --layers {layers.get(name, few)}")
@@ -51,7 +51,7 @@ def rehearsals(tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_SUITE)
+@pytest.mark.parametrize("name", CASES)
 def test_right_configurations_raise_no_alarm(rehearsals, name):
     run = rehearsals[name]
     assert mismatches(run.world) == []
@@ -67,7 +67,7 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_SUITE)
+@pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_planner_says(rehearsals, name):
     run = rehearsals[name]
     for stage, parts in enumerate(memory.of_run(run.config)):
