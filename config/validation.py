@@ -583,6 +583,7 @@ def _check_length(config: Config) -> None:
     if training.steps is None and training.train_samples is None and not ends_by_plan:
         also = ", or train_tokens in the file of --stages" if config.plan else ""
         raise UserError(f"give one of --steps and --train-samples{also}; neither was given")
+    _check_end(config, ends_by_plan)
     if config.total_steps == 0:
         first = config.batches.batch(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
@@ -596,6 +597,31 @@ def _check_length(config: Config) -> None:
         raise UserError(
             "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "
             "lr * sqrt(lr-warmup-samples / samples)"
+        )
+
+
+def _check_end(config: Config, ends_by_plan: bool) -> None:
+    """Raise UserError if the run is to end before what the checkpoint of --resume has done already.
+
+    A run that is at its end is no mistake: a batch file may start it once more.
+    """
+    training, past, plan = config.training, config.past, config.plan
+    if training.steps is not None:
+        end, done, unit = training.steps, past.step, "steps"
+        name = "steps"
+    elif ends_by_plan and plan is not None and plan.train_tokens is not None:
+        end, done, unit = plan.train_tokens, config.tokens_at(past.samples), "tokens"
+        name = "train_tokens"
+    elif training.train_samples is not None:
+        end, done, unit = training.train_samples, past.samples, "samples"
+        name = "train-samples"
+    else:
+        return
+    if end < done:
+        raise UserError(
+            f"{name}({end}) is less than the {done} {unit} that are done in the checkpoint from "
+            f"which the run goes on: it is the length of the whole run. Give more, or resume an "
+            f"earlier checkpoint"
         )
 
 

@@ -23,9 +23,9 @@ OF_RUNS = {
 --recompute full --recompute-blocks 5 | --recompute-blocks 5 recomputes 5 blocks, but layers is 4
 --objective prefix --seq-length 1 | samples need 2 tokens or more, not 1
 --seed -1 | --seed must be at least 0, not -1
---data nowhere | nowhere.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
---data only | only.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx
---data only.bin | only.bin.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
+--data nowhere | nowhere.idx does not exist; a corpus is named by the PREFIX
+--data only | only.idx does not exist; a corpus is named by the PREFIX
+--data only.bin | only.bin.idx does not exist; a corpus is named by the PREFIX
 --data 0.5 only 0.5 | --data 0.5 only 0.5: give a weight before every prefix, or before none
 --data synthetic only | --data synthetic must be alone: random tokens do not mix with files
 --data only --split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'

@@ -179,6 +179,7 @@ def test_choices_are_the_same_in_every_layout_and_can_be_pinned(ranks, tmp_path)
         assert row["unwritten"] == 0
 
 
+@pytest.mark.usefixtures("ends")
 def test_choices_of_another_run_that_do_not_fit_are_refused(tmp_path):
     path = str(tmp_path / "routing.npy")
     run_of_one_rank(record_routing=path, steps=2)
