@@ -1,5 +1,6 @@
 """How ranks are launched: if this failed, a wrong launch would hang, or train rank 0 twice."""
 
+import ast
 import json
 import re
 import shutil
@@ -245,6 +246,32 @@ def test_python_without_the_programs_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("trine ")
+
+
+PROGRAMS = sorted(
+    path
+    for pattern in ("*.py", "scripts/*.py", "benchmarks/*/*.py")
+    for path in ROOT.glob(pattern)
+    if "\nif __name__ ==" in path.read_text()
+)
+OWN = {path.stem for path in ROOT.glob("*.py")} | {
+    path.parent.name for path in ROOT.glob("*/__init__.py")
+}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_program_finds_its_modules_without_the_folder_of_the_program(path):
+    """The first of our modules is imported after sys.path has been set, also inside of a `with`."""
+    set_at = imported_at = None
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        if any(name.partition(".")[0] in OWN for name in names):
+            imported_at = min(node.lineno, imported_at or node.lineno)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
+            set_at = min(node.lineno, set_at or node.lineno)
+    assert imported_at is None or (set_at or imported_at) < imported_at
 
 
 def test_a_small_dev_shm_is_one_sentence_with_both_sizes(monkeypatch, capsys):
