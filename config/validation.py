@@ -19,9 +19,12 @@ from config.schema import ELEMENTWISE, ROTARY_OPTIONS, Config, Layout, ModelShap
 from config.stages import prefixes_of
 
 
-def check(config: Config, ranks: int) -> Config:
-    """Return the configuration with dp filled in; UserError if it cannot run on `ranks` ranks."""
-    layout = with_dp(config.layout, ranks, "ranks")
+def check(config: Config, ranks: int, name: str = "ranks") -> Config:
+    """Return the configuration with dp filled in; UserError if it cannot run on `ranks` ranks.
+
+    name: the word that messages use for the ranks: "ranks" of a launcher, or "GPUs" of --gpus.
+    """
+    layout = with_dp(config.layout, ranks, name)
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
@@ -44,13 +47,13 @@ def check(config: Config, ranks: int) -> Config:
     return config
 
 
-def check_any_length(config: Config, ranks: int) -> Config:
+def check_any_length(config: Config, ranks: int, name: str = "ranks") -> Config:
     """Return the result of `check` for a run whose length may be missing: then it is one step."""
     training = config.training
     by_plan = None if config.plan is None else config.plan.train_tokens
     if training.steps is None and training.train_samples is None and by_plan is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
-    return check(config, ranks)
+    return check(config, ranks, name)
 
 
 def refusal(config: Config, ranks: int) -> str:
@@ -74,11 +77,10 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
     replica = tp * pp * cp
     product = f"tp({tp}) * pp({pp})" + f" * cp({cp})" * (cp > 1)
     if ranks % replica:
-        start = (
-            f": start {replica} ranks, as with mpirun -n {replica}"
-            if (ranks, name) == (1, "ranks")
-            else ""
-        )
+        start = ""
+        if ranks == 1:
+            how = {"ranks": f"start {replica} ranks, as with mpirun -n {replica}"}
+            start = f": {how.get(name, f'give --gpus {replica}')}"
         counted = f"{ranks} {name if ranks != 1 else name.removesuffix('s')}"
         raise UserError(f"{product} * dp(?) does not divide {counted}{start}")
     if dp is not None and replica * dp != ranks:

@@ -163,7 +163,8 @@ layouts --model 176b --nodes two | --nodes takes a whole number, not 'two'
 layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
-stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 ranks
+stages --model 176b --tp 4 --pp 12 --gpus 1 | does not divide 1 GPU: give --gpus 48
+stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 GPUs
 stages --model 176b --pp 100 | pp(100) is more stages than there are parts to place: 70 blocks +
 days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
 days --model 176b --tokens 450Q | --tokens takes a number, not '450Q'
