@@ -119,7 +119,8 @@ def installed(how: str = SET_UP) -> Iterator[None]:
     except ModuleNotFoundError as error:
         exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {how}"))
     finally:
-        if is_default:
+        # The block may have installed a handler of its own, as train.py does.
+        if is_default and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, handler)
 
 

@@ -11,6 +11,7 @@ import pytest
 from ranks import ROOT
 
 from benchmarks.faults import signals as moments
+from config import errors
 from distributed import stop_conditions
 from distributed.stop_conditions import Signals, outlook
 from trainer import Trainer
@@ -139,6 +140,19 @@ def test_ctrl_c_in_the_imports_of_a_program_is_no_traceback(name, at):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT), done.stderr
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_handler_that_is_installed_among_the_imports_stays():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with errors.installed():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with errors.installed():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_in_a_destructor_ends_the_program():
