@@ -204,6 +204,7 @@ def block_passes(job: Job) -> Pass:
 # ---- The pipeline --------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)  # several parts of a step are computed from them
 def stage_passes(job: Job) -> tuple[Pass, ...]:
     """Return the seconds of one micro-batch through each stage of the layout."""
     layout = job.layout

@@ -97,70 +97,65 @@ class Interleaved:
         an earlier step. That also holds where the stages go from the last rank to the first one:
         there a pass waits for the pass of the place before, which is a group earlier.
         """
-        last = self.ranks - 1
+        passes, last = len(self._places), self.ranks - 1
         first = 2 * last + (self.virtual - 1) * self.groups[0][1]
-        ranks, steps = np.arange(self.ranks), np.arange(first + len(self._places))
-        forward = steps[:, None] - ranks  # the number of each rank's pass in each step
-        backward = steps[:, None] - first + ranks
+        steps = first + passes
+        ranks = np.arange(self.ranks)
+        forward_timing = self._in_steps("F", steps, ranks, seconds, transfer)
+        backward_timing = self._in_steps("B", steps, first - ranks, seconds, transfer)
         # When the pass of each rank in each step ends: row t + 1 has step t. The column in front of
         # the first rank has what the last rank sends it for the pass in row t, and the column
-        # behind the last rank what the first one sends back.
-        forward_ends = np.zeros((len(steps) + 2, self.ranks + 1))
-        backward_ends = np.zeros((len(steps) + 2, self.ranks + 1))
-        sent_to = self._receiving_step(forward[:, last], steps).tolist()
-        sent_back_to = self._receiving_step(backward[:, 0], steps).tolist()
+        # behind the last rank what the first one sends back. A last row takes what is not sent.
+        forward_ends = np.zeros((steps + 2, self.ranks + 1))
+        backward_ends = np.zeros((steps + 2, self.ranks + 1))
+        awaited = np.arange(passes) + np.repeat(self._group_sizes, self.virtual * self._group_sizes)
+        is_sent = self._places < self.virtual - 1
+        sent_to, sent_back_to = np.full((2, steps), steps + 1)
+        sent_to[last : last + passes][is_sent] = awaited[is_sent]
+        sent_back_to[first:][is_sent] = awaited[is_sent] + first - last
         clocks = np.zeros(self.ranks)  # for each rank, the time at which it is free
-        each_step = zip(
-            zip(forward_ends[:, :-1], *self._timing("F", forward, seconds, transfer)),
-            zip(backward_ends[:, 1:], *self._timing("B", backward, seconds, transfer)),
-            forward_ends[1:, 1:],
-            backward_ends[1:, :-1],
+        of_steps = zip(
+            zip(forward_ends[:, :-1], *forward_timing, forward_ends[1:, 1:], sent_to.tolist()),
+            zip(
+                backward_ends[:, 1:],
+                *backward_timing,
+                backward_ends[1:, :-1],
+                sent_back_to.tolist(),
+            ),
         )
-        for step, (
-            (forward_inputs, forward_messages, forward_seconds),
-            (backward_inputs, backward_messages, backward_seconds),
-            forward_end,
-            backward_end,
-        ) in enumerate(each_step):
-            arrived = forward_inputs + forward_messages
+        for forward, backward in of_steps:
+            inputs, messages, durations, ended, receiver = forward
+            arrived = inputs + messages
             np.maximum(clocks, arrived, out=arrived)
-            np.add(arrived, forward_seconds, out=forward_end)
-            forward_ends[sent_to[step], 0] = forward_end[last]
-            arrived = backward_inputs + backward_messages
-            np.maximum(forward_end, arrived, out=arrived)
-            clocks = np.add(arrived, backward_seconds, out=backward_end)
-            backward_ends[sent_back_to[step], -1] = backward_end[0]
-        passes_of_last_stage = np.flatnonzero(self._places == 0)
-        backwards = backward_ends[passes_of_last_stage + first - last + 1, last]
-        return clocks.max().item(), backwards.tolist()
+            clocks = np.add(arrived, durations, out=ended)
+            forward_ends[receiver, 0] = clocks[last]
+            inputs, messages, durations, ended, receiver = backward
+            arrived = inputs + messages
+            np.maximum(clocks, arrived, out=arrived)
+            clocks = np.add(arrived, durations, out=ended)
+            backward_ends[receiver, -1] = clocks[0]
+        of_last_stage = np.flatnonzero(self._places == 0) + first - last
+        return clocks.max().item(), backward_ends[of_last_stage + 1, last].tolist()
 
-    def _timing(
-        self, kind: str, numbers: np.ndarray, seconds: Seconds, transfer: float
+    def _in_steps(
+        self, kind: str, steps: int, begins: np.ndarray, seconds: Seconds, transfer: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of messages and of passes, both (steps, ranks).
+        """Return the seconds of each rank's messages and passes in each step, (steps, ranks) both.
 
-        numbers: the number of each rank's pass in each step. If there is no such pass, or it waits
+        begins: the step of each rank's first pass of this kind. If there is no pass, or it waits
         for no other rank, the message has come at any time: -inf.
         """
-        is_pass = (numbers >= 0) & (numbers < len(self._places))
-        places = self._places[np.clip(numbers, 0, len(self._places) - 1)]
-        if kind == "B":
-            places = self.virtual - 1 - places
-        stages = places * self.ranks + np.arange(self.ranks)
-        count = self.virtual * self.ranks
-        without_input = 0 if kind == "F" else count - 1
-        messages = np.where(is_pass & (stages != without_input), transfer, -np.inf)
-        of_stages = np.array([seconds[kind, stage] for stage in range(count)])
-        return messages, np.where(is_pass, of_stages[stages], 0.0)
-
-    def _receiving_step(self, numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Return the step in which an end rank's pass is awaited by the other end: (steps,).
-
-        numbers: the number of the pass in each step. It is the number after the last step for a
-        pass that has no next place, and where there is no pass.
-        """
-        counted = np.clip(numbers, 0, len(self._places) - 1)
-        is_sent = (numbers == counted) & (self._places[counted] < self.virtual - 1)
-        groups = np.repeat(self._group_sizes, self.virtual * self._group_sizes)
-        received = steps - (self.ranks - 1) + groups[counted]
-        return np.where(is_sent, received, len(steps) + 1)
+        stages = range(self.virtual * self.ranks)
+        of_places = np.reshape([seconds[kind, stage] for stage in stages], (-1, self.ranks))
+        if kind == "B":  # a rank's last stage is the first place
+            of_places = of_places[::-1]
+        messages = np.full((steps, self.ranks), -np.inf)
+        durations = np.zeros((steps, self.ranks))
+        for rank, begin in enumerate(begins):
+            of_rank = slice(begin, begin + len(self._places))
+            messages[of_rank, rank] = transfer
+            durations[of_rank, rank] = of_places[self._places, rank]
+        end_rank = 0 if kind == "F" else self.ranks - 1
+        begin = begins[end_rank]
+        messages[begin : begin + len(self._places), end_rank][self._places == 0] = -np.inf
+        return messages, durations
