@@ -227,6 +227,7 @@ class _Search:
         self.seconds: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
+        self.stages: dict[Layout, list[memory.StageMemory]] = {}  # the memory of tried layouts
         self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
         self.taken = set[int]()  # places of which a row without risk was ranked
         self.left_out: list[_Row] = []  # rows that were not tried, as enough others were found
@@ -346,7 +347,9 @@ class _Search:
             tried = [replace(layout, recompute_layers=number) for number in numbers] + tried
         for layout in tried:
             job = asked.job(layout)
-            stages = memory.stages(job)
+            if layout not in self.stages:
+                self.stages[layout] = memory.stages(job)
+            stages = self.stages[layout]
             needed = max(stage.total for stage in stages)
             if needed > self.room[risky]:
                 continue
