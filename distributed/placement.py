@@ -10,7 +10,7 @@ place to the others (rendezvous.py). A logical CPU is one hardware thread of a p
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,20 @@ def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
+
+
+def ranks_of_nodes(ranks: Sequence[int], nodes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return a group's ranks on each node, in the group's order; [] if they are not placed evenly.
+
+    Even: equally many ranks on each node, one node after the other. ranks: the group, in its order.
+    nodes: the node of every rank of the world. Example: ranks 0 to 3 on nodes a, a, b, b are
+    [(0, 1), (2, 3)]; on a, b, a, b or on a, a, a, b they are [].
+    """
+    of_group = [nodes[rank] for rank in ranks]
+    size = len(ranks) // len(set(of_group))
+    rows = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+    is_even = len(rows) == len(set(of_group))
+    return rows if is_even and all(len({nodes[r] for r in row}) == 1 for row in rows) else []
 
 
 # ---- Cores ---------------------------------------------------------------------------------------
