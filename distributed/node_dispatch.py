@@ -155,11 +155,13 @@ class ExchangeBoth(torch.autograd.Function):
         return exchange_rows(grad, ctx.group, *counts), of_beside, None, None, None
 
 
-def read_counts(across: Group, within: Group, found: Tensor, tokens: tuple[int, int]) -> Sent:
-    """Return the numbers of `found` on the host, as `exchange_node_counts` describes them.
+def read_counts(
+    across: Group, within: Group, found: Tensor, tokens: tuple[int, int], experts: int
+) -> Sent:
+    """Return the numbers of `found` on the host, which `exchange_node_counts` has put there.
 
-    tokens: (T, k) of this rank. Only a rehearsal uses them: its tensors have no elements, so it
-    puts another function in the place of this one, which invents numbers.
+    tokens: (T, k) of this rank. experts: E. Only a rehearsal uses them: its tensors have no
+    elements, so it puts another function in the place of this one, which invents numbers.
     """
     values = across.values(found)
     sizes = across.size, across.size, within.size
@@ -190,7 +192,7 @@ def exchange_node_counts(
     this node for each expert of this rank, (L, E / (N L)).
 
     copies: this rank's copies for each node, (N,). counts: its rows for each expert, (E,). tokens:
-    see `read_counts`. The host waits for the device here, once in a forward pass.
+    (T, k). The host waits for the device here, once in a forward pass.
     """
     # Row n is for node n: the copies, and the rows of each of its experts.
     sent = torch.cat([copies[:, None], counts.view(across.size, -1)], 1)
@@ -201,7 +203,7 @@ def exchange_node_counts(
     arriving = torch.empty_like(to_ranks)
     within.at_once.all_to_all(arriving, to_ranks).wait()
     found = torch.cat([copies, arrived[:, 0], to_ranks.sum(1), arriving.flatten()])
-    return read_counts(across, within, found, tokens), arriving
+    return read_counts(across, within, found, tokens, len(counts)), arriving
 
 
 def first_true(mask: Tensor, count: int) -> Tensor:
