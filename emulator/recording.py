@@ -58,7 +58,7 @@ class Event(NamedTuple):
     rows: tuple[tuple[int, ...], ...] = ()
 
 
-class Trace:
+class RankTrace:
     """The events of one rank, in the order of its host."""
 
     def __init__(self, recorder: FlightRecorder):
@@ -125,7 +125,7 @@ class Trace:
 class _RecordedHandle:
     """Stands for torch's handle of an operation, and records the first wait for the operation."""
 
-    def __init__(self, trace: Trace, index: int):
+    def __init__(self, trace: RankTrace, index: int):
         """Take the index of the operation's event in the trace; nothing has waited for it yet."""
         self.trace = trace
         self.index = index
@@ -161,7 +161,7 @@ class RecordingGroup(Group):
     handle: torch's (fake) process group, or None. role: the name of the group in events.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
+    def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: RankTrace):
         """Make a group whose collectives are written into `trace` and not done.
 
         ranks: the group's members in the world. rank: this rank's position among them. handle:
@@ -233,7 +233,7 @@ class RecordingContext(Context):
     trace: the rank's trace. rows: the ranks of every group, by role.
     """
 
-    trace: Trace
+    trace: RankTrace
     rows: dict[str, list[tuple[int, ...]]]
     has_handles: bool = False  # whether groups need torch's (fake) process groups, as for --zero 3
 
@@ -270,6 +270,6 @@ def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
     backend = "nccl" if world > 1 else "none"
     node = nodes_of_ranks[rank]
     context = RecordingContext(launch, rank, world, node, local, places, device, backend, 1, None)
-    context.trace = Trace(context.recorder)
+    context.trace = RankTrace(context.recorder)
     context.rows = {}
     return context

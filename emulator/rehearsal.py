@@ -54,7 +54,7 @@ from distributed import preflight
 from distributed.parent_death import end_with_parent
 from distributed.placement import allowed_cores, ranks_of_nodes
 from emulator.fake_devices import fake_devices, replaced
-from emulator.matching import World
+from emulator.matching import RunTraces
 from emulator.meter import Meter, Peak
 from emulator.recording import Event, RecordingContext, recording_context
 from telemetry import replica_check, step_stats
@@ -213,7 +213,7 @@ class Rehearsal:
     """
 
     config: Config
-    world: World
+    world: RunTraces
     records: list[RankRecord]
     micro_batches: int
     of_run: int
@@ -279,7 +279,7 @@ def rehearse(
     largest_batch = max(level.batch for level in config.levels)
     return Rehearsal(
         config,
-        World(records[0].rows, traces, frozenset(events)),
+        RunTraces(records[0].rows, traces, frozenset(events)),
         records,
         micro_batches=short.micro_batches(short.training.global_batch_size),
         of_run=config.micro_batches(largest_batch),

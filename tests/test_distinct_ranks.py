@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from config.schema import Layout, ModelShape, coordinates, rows_along
 from emulator import rehearsal
-from emulator.matching import World, mismatches
+from emulator.matching import RunTraces, mismatches
 from emulator.recording import Event
 
 AXES = rehearsal.AXES
@@ -49,7 +49,7 @@ def test_every_stage_and_every_pair_of_places_is_run(config):
         assert there == {(kind(config, one, r), kind(config, two, r)) for r in ran}
 
 
-def rehearsed(config, does: dict) -> World:
+def rehearsed(config, does: dict) -> RunTraces:
     """The world as the ranks that are run do it; does[rank]: whether it enters an all-reduce along
     each axis.
     """
@@ -59,7 +59,7 @@ def rehearsed(config, does: dict) -> World:
     for rank in rehearsal.chosen(config):
         events = [Event("all_reduce", role, 1, 4, "float32", "SUM") for role in rows]
         own[rank] = events if does[rank] else []
-    return World(rows, [own[other] for other in rehearsal.taken_as(config, list(own))])
+    return RunTraces(rows, [own[other] for other in rehearsal.taken_as(config, list(own))])
 
 
 @pytest.mark.parametrize("axes", list(combinations_with_replacement(AXES, 2)))

@@ -159,7 +159,7 @@ def test_every_request_is_in_one_sample_and_sees_only_itself(sizes, at_once, lim
     requests = []
     for size in sizes:
         ids = [draw.randrange(1, 99) for _ in range(size)]
-        requests.append(tasks.Request(ids, draw.randint(1, size - 1)))
+        requests.append(tasks.ScoringRequest(ids, draw.randint(1, size - 1)))
     packed = tasks.pack(requests, 16, at_once, limit)
     placed = [each for of_sample in packed.samples for each in of_sample]
     assert sorted(placed) == list(range(len(requests)))
@@ -195,10 +195,10 @@ def test_every_request_is_in_one_sample_and_sees_only_itself(sizes, at_once, lim
 
 def test_results_are_those_of_the_formulas():
     rows = [
-        tasks.Row((0, 1), (1,), (2, 8), (3, 9)),
-        tasks.Row((2, 3, 4), (0, 2), (4, 1, 4), (4, 1, 4)),
-        tasks.Row((5,), (0,), (2,), (3,)),
-        tasks.Row((6,), (0,), (2,), (3,)),
+        tasks.TaskRow((0, 1), (1,), (2, 8), (3, 9)),
+        tasks.TaskRow((2, 3, 4), (0, 2), (4, 1, 4), (4, 1, 4)),
+        tasks.TaskRow((5,), (0,), (2,), (3,)),
+        tasks.TaskRow((6,), (0,), (2,), (3,)),
     ]
     values = np.array([-3.0, -8.0, -2.0, -1.0, -4.0, -6.0, -7.0])
     misses = np.array([0, 0, 1, 1, 1, 0, 2.0])
@@ -272,7 +272,7 @@ def test_log_likelihoods_are_those_of_transformers(case, tmp_path):
     requests = []
     for _ in range(12):
         ids = [draw.randrange(V) for _ in range(draw.randint(2, S + 1))]
-        requests.append(tasks.Request(ids, draw.randint(1, len(ids) - 1)))
+        requests.append(tasks.ScoringRequest(ids, draw.randint(1, len(ids) - 1)))
     scorer = scorer_of(checkpoint, tasks.TaskSet([], requests), micro_batch_size=2)
     log_likelihoods, misses = scorer.score()
     for (ids, start), value, missed in zip(requests, log_likelihoods, misses, strict=True):
