@@ -1,8 +1,8 @@
 """How often a token is sent to the nodes of its experts: once for each expert, or once to a node.
 
-    copies_elsewhere(8, 4)                   6.0 rows of a token go to other nodes, one for an expert
-    nodes_of_token(Choice(128, 8), 4) - 1    2.63: so many of 4 nodes, its own among them or not, ...
-    sends_once(model, 4)                     whether a run on 4 nodes sends one copy to a node
+    rows_elsewhere(8, 4)                 6.0 rows of a token go to other nodes, one for each expert
+    copies_elsewhere(TopK(128, 8), 4)    2.72 of them, if each node gets one copy
+    sends_once(model, 4)                 whether a run with experts on 4 nodes sends one copy
 
 The expected numbers are those of a router that chooses every expert equally often and independently
 of the others, as a balanced one does on average. Experts are divided over the nodes in their order,
@@ -23,51 +23,60 @@ from config.schema import ModelShape
 LEAST_SPARED = 0.2
 
 
-class Choice(NamedTuple):
-    """What a router chooses for a token: `chosen` of `experts`, in `best` of `groups` of them."""
+class TopK(NamedTuple):
+    """What a router chooses for a token: k of the experts, in groups_per_token of their groups."""
 
     experts: int
-    chosen: int
+    k: int
     groups: int = 1
-    best: int = 1
+    groups_per_token: int = 1
 
 
-def choice_of(model: ModelShape) -> Choice:
+def top_k_of(model: ModelShape) -> TopK:
     """Return what the router of a model with experts chooses for a token."""
-    groups, best = model.router_groups, model.router_groups_per_token
-    return Choice(model.experts, model.experts_per_token, groups, best if groups > 1 else 1)
+    groups = model.router_groups
+    groups_per_token = model.router_groups_per_token if groups > 1 else 1
+    return TopK(model.experts, model.experts_per_token, groups, groups_per_token)
 
 
 @lru_cache(maxsize=4096)
-def nodes_of_token(choice: Choice, nodes: int) -> float:
+def nodes_of_token(top_k: TopK, nodes: int) -> float:
     """Return the expected number of nodes that have any of a token's experts.
 
     Without groups a node has none with the probability C(E - m, k) / C(E, k) for its m of the E
     experts. With groups it is the mean of that over the chosen groups: what a node has of these is
     counted. nodes: divides the number of experts.
     """
-    of_node = choice.experts // nodes
-    size = choice.experts // choice.groups  # of a group
-    pool = size * choice.best  # the experts of the chosen groups
+    of_node = top_k.experts // nodes
+    size = top_k.experts // top_k.groups  # of a group
+    pool = size * top_k.groups_per_token  # the experts of the chosen groups
     missed = 0.0  # the expected number of nodes without any
     for node in range(nodes):
         # How many ways there are to choose so many groups that have so many experts of this node.
         ways = {(0, 0): 1}
-        for group in range(choice.groups):
+        for group in range(top_k.groups):
             start = max(node * of_node, group * size)
             common = max(0, min((node + 1) * of_node, (group + 1) * size) - start)
             for (groups, here), number in list(ways.items()):
                 key = groups + 1, here + common
                 ways[key] = ways.get(key, 0) + number
         for (groups, here), number in ways.items():
-            if groups == choice.best:
-                missed += number * comb(pool - here, choice.chosen)
-    return nodes - missed / (comb(choice.groups, choice.best) * comb(pool, choice.chosen))
+            if groups == top_k.groups_per_token:
+                missed += number * comb(pool - here, top_k.k)
+    return nodes - missed / (comb(top_k.groups, top_k.groups_per_token) * comb(pool, top_k.k))
 
 
-def copies_elsewhere(chosen: int, nodes: int) -> float:
+def rows_elsewhere(k: int, nodes: int) -> float:
     """Return the expected rows that a token sends to other nodes, if each expert gets its own."""
-    return chosen * (nodes - 1) / nodes
+    return k * (nodes - 1) / nodes
+
+
+def copies_elsewhere(top_k: TopK, nodes: int) -> float:
+    """Return the expected rows that a token sends to other nodes, if each node gets one copy.
+
+    The token is on any of the nodes, so that one in N of its nodes is its own.
+    """
+    return nodes_of_token(top_k, nodes) * (nodes - 1) / nodes
 
 
 def sends_once(model: ModelShape, nodes: int) -> bool:
@@ -78,7 +87,6 @@ def sends_once(model: ModelShape, nodes: int) -> bool:
     """
     if nodes == 1:
         return False
-    choice = choice_of(model)
-    elsewhere = nodes_of_token(choice, nodes) * (nodes - 1) / nodes
-    spared = copies_elsewhere(choice.chosen, nodes) - elsewhere
-    return spared >= LEAST_SPARED * choice.chosen
+    top_k = top_k_of(model)
+    spared = rows_elsewhere(top_k.k, nodes) - copies_elsewhere(top_k, nodes)
+    return spared >= LEAST_SPARED * top_k.k

@@ -160,12 +160,14 @@ class Mesh:
 
         rows: the ranks of each group.
         """
+        if self._context is None or len(rows[0]) == 1:
+            return {}
         found = {}
-        if self._context is not None and len(rows[0]) > 1:
-            for row in rows:
-                of_nodes = ranks_of_nodes(row, self._context.nodes)
-                if len(of_nodes) > 1 and sends_once(len(of_nodes)):
-                    found[row] = of_nodes
+        nodes = self._context.nodes
+        for row in rows:
+            of_nodes = ranks_of_nodes(row, nodes)
+            if len(of_nodes) > 1 and sends_once(len(of_nodes)):
+                found[row] = of_nodes
         return found
 
     def _make_groups_of_pipelines(self, channels: bool, tied: bool) -> None:

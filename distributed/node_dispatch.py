@@ -40,7 +40,7 @@ from distributed.token_exchange import (
 )
 
 
-class Sent(NamedTuple):
+class RowCounts(NamedTuple):
     """The numbers of rows that a rank sends and receives in one forward pass, on the host.
 
     to_nodes, from_nodes: copies to and from each node, (N,). to_ranks, from_ranks: rows to and from
@@ -126,8 +126,9 @@ class AddUpWeighted(torch.autograd.Function):
     def backward(ctx, grad):
         """Return the gradients of the copies, (n, h), and of their weights, (n,)."""
         x, weights, source = ctx.saved_tensors
-        of_copies = grad[source]
-        return of_copies * weights[:, None], (x * of_copies).sum(-1), None
+        of_copies = grad[source]  # (n, h), a new tensor
+        of_weights = (x * of_copies).sum(-1)
+        return of_copies.mul_(weights[:, None]), of_weights, None
 
 
 class ExchangeBoth(torch.autograd.Function):
@@ -157,7 +158,7 @@ class ExchangeBoth(torch.autograd.Function):
 
 def read_counts(
     across: Group, within: Group, found: Tensor, tokens: tuple[int, int], experts: int
-) -> Sent:
+) -> RowCounts:
     """Return the numbers of `found` on the host, which `exchange_node_counts` has put there.
 
     tokens: (T, k) of this rank. experts: E. Only a rehearsal uses them: its tensors have no
@@ -174,20 +175,21 @@ def read_counts(
 
 def sent_of(
     to_nodes: list[int], from_nodes: list[int], to_ranks: list[int], arriving: list[int]
-) -> Sent:
-    """Return the Sent with these numbers; arriving: for each rank of this node, the rows that it
-    sends to each expert of this rank, (L E / (N L),).
+) -> RowCounts:
+    """Return the RowCounts with these numbers.
+
+    arriving: for each rank of this node, the rows that it sends to each expert of this rank.
     """
     experts_here = len(arriving) // len(to_ranks)
     starts = range(0, len(arriving), experts_here)
     by_rank = [arriving[start : start + experts_here] for start in starts]
     of_experts = [sum(of_ranks) for of_ranks in zip(*by_rank)]
-    return Sent(to_nodes, from_nodes, to_ranks, list(map(sum, by_rank)), of_experts)
+    return RowCounts(to_nodes, from_nodes, to_ranks, list(map(sum, by_rank)), of_experts)
 
 
 def exchange_node_counts(
     across: Group, within: Group, copies: Tensor, counts: Tensor, tokens: tuple[int, int]
-) -> tuple[Sent, Tensor]:
+) -> tuple[RowCounts, Tensor]:
     """Return the numbers of rows, and as a tensor on the device those that arrive from each rank of
     this node for each expert of this rank, (L, E / (N L)).
 

@@ -29,7 +29,7 @@ import attention_masks
 import local_attention
 import parallel
 from attention_masks import visible_blocks
-from config.dispatch import Choice, nodes_of_token
+from config.dispatch import TopK, nodes_of_token
 from distributed import node_dispatch, token_exchange
 from distributed.collectives import Group
 from emulator.meter import Meter
@@ -176,7 +176,7 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
         experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
         by_rank = _rows_of_experts(routing, rows, experts, group.size)
         if tensor.dim() == 1:
-            return sum(by_rank, [])
+            return [rows for rank in by_rank for rows in rank]
         sent = by_rank
         # The other ranks do not exist: it is assumed that every rank of the group sends to this
         # rank as many rows as this rank sends to itself.
@@ -199,7 +199,7 @@ def _rows_of_experts(routing: str, rows: int, experts: int, ranks: int) -> list[
     return [found[i : i + experts_of_rank] for i in range(0, experts, experts_of_rank)]
 
 
-def counts_on_nodes(meter: Meter, routing: str) -> Callable[..., node_dispatch.Sent]:
+def counts_on_nodes(meter: Meter, routing: str) -> Callable[..., node_dispatch.RowCounts]:
     """Return a function that replaces node_dispatch.read_counts in a rehearsal.
 
     Every rank is assumed to have as many tokens as this rank, whose rows the experts get as in
@@ -209,13 +209,13 @@ def counts_on_nodes(meter: Meter, routing: str) -> Callable[..., node_dispatch.S
 
     def counts(
         across: Group, within: Group, tensor: Tensor, tokens: tuple[int, int], experts: int
-    ) -> node_dispatch.Sent:
+    ) -> node_dispatch.RowCounts:
         """Return invented counts; the arguments are those of node_dispatch.read_counts."""
         meter.values(tensor)  # records that the host reads the counts
         nodes, ranks = across.size, within.size
         count, chosen = tokens
         by_rank = _rows_of_experts(routing, count * chosen, experts, nodes * ranks)
-        share = nodes_of_token(Choice(experts, chosen), nodes) / nodes
+        share = nodes_of_token(TopK(experts, chosen), nodes) / nodes
         copies = [math.ceil(count * share)] * nodes
         if routing == ONE_RANK:
             copies = [count] + [0] * (nodes - 1)

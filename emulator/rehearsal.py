@@ -86,9 +86,9 @@ def chosen(config: Config, nodes: int = 1) -> list[int]:
     all_positions = _positions(config)
     ranks = {rank for rank, positions in enumerate(all_positions) if positions in wanted}
     if config.model.experts > 1:
-        # In each stage, ranks of the first group of --ep are run too, so that their exchanges can be
-        # compared with the exchanges of the group's first rank: the last rank of the group and of
-        # its first node, and the first rank of its last node.
+        # In each stage, ranks of the first group of --ep are run too, so that their exchanges can
+        # be compared with those of the group's first rank: the last rank of the group and of its
+        # first node, and the first rank of its last node.
         stage_size = len(all_positions) // config.layout.pp  # the ranks of a stage are adjacent
         ep = config.layout.ep or 1
         of_node = min(ep, len(all_positions) // nodes)
@@ -209,7 +209,8 @@ class Rehearsal:
 
     config: the configuration of the run. world: the traces of all ranks. records: one for each rank
     that was run. micro_batches: their number in the second step; of_run: the largest number in a
-    step of the run. routing: the case's. node: the ranks of a node. seconds: the sum over the ranks that were run.
+    step of the run. routing: the case's. node: the ranks of a node.
+    seconds: the sum over the ranks that were run.
     """
 
     config: Config

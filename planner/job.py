@@ -121,9 +121,9 @@ class Job(NamedTuple):
     def copies_of_token(self) -> Column:
         """The expected number of nodes with any of a token's experts, where each gets one copy."""
         nodes = self.nodes_with_one_copy
-        choice = dispatch.choice_of(self.model)
+        top_k = dispatch.top_k_of(self.model)
         counts, places = np.unique(nodes, return_inverse=True)
-        expected = [dispatch.nodes_of_token(choice, int(count)) for count in counts]
+        expected = [dispatch.nodes_of_token(top_k, int(count)) for count in counts]
         return np.array(expected)[places].reshape(nodes.shape)
 
     @property

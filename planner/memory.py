@@ -166,8 +166,9 @@ def of_run(
     """Return the bytes of each part in OF_RUN on every pipeline rank of a run.
 
     train.py refuses a run that certainly does not fit, and a rehearsal compares what it measures
-    with this. rows_over_mean: see `Job`. node: the GPUs of a node, default: all. The options in `config` must have been checked. With a
-    batch-size ramp-up, the largest batch that this start of the run reaches counts.
+    with this. rows_over_mean: see `Job`. node: the GPUs of a node, default: all. The options in
+    `config` must have been checked. With a batch-size ramp-up, the largest batch that this start of
+    the run reaches counts.
     """
     # The parts in OF_RUN depend on the machine only by its software and the allocator's overhead.
     # The software is set to train.py, and no overhead is counted, so any machine with the run's

@@ -40,8 +40,8 @@ ROUTING_OPERATIONS = 45
 # activation, (forward, backward): to copy them into the order of experts and back, and to sum them.
 PERMUTED = (7.0, 9.0)
 PERMUTED_ELSEWHERE = (4.0, 4.0)  # added to PERMUTED with --ep: rows are also ordered by rank
-# The same where nodes get one copy of a token (node_dispatch.py), in place of PERMUTED: for the rows
-# of experts, and for the copies, each way.
+# The same where nodes get one copy of a token (node_dispatch.py), in place of PERMUTED: for the
+# rows of experts, and for the copies, each way.
 PERMUTED_ON_NODES = (3.0, 9.0)
 COPIED = 4.0
 # The kernels that node_dispatch.py launches in addition to ROUTING_OPERATIONS.
@@ -275,7 +275,7 @@ def uneven(job: Job) -> Column:
 
 
 def busiest(experts: int, parts: Column) -> Column:
-    """Return the rows of the busiest of `parts` equal parts of the experts, over the mean part's."""
+    """Return the rows of the busiest of `parts` equal parts of the experts, over their mean."""
     experts_of_part = experts / np.maximum(1, parts)
     return 1.0 + LOAD_SPREAD / np.sqrt(experts_of_part) * largest_of(parts)
 

@@ -18,8 +18,8 @@ import torch
 
 import data
 import trainer
-from config import schema as configuration
 from config import dispatch, validation
+from config import schema as configuration
 from config.command_line import build
 from config.learning_rate import learning_rate
 from distributed.context import Context, start
