@@ -354,8 +354,8 @@ def scores_seconds(job: Job, engine: ProgramSoftware) -> Pass:
     machine, seq, head = job.machine, job.model.seq_length, job.model.head_size
     batch = job.model.heads // job.layout.tp * job.layout.micro_batch_size
     row = 2.0 * 3 * head * batch
-    scores = batched_gemm(machine, (seq, seq, head), batch, row)
-    mixed = batched_gemm(machine, (seq, head, seq), batch, row)
+    scores = batched_gemm(machine, engine, (seq, seq, head), batch, row)
+    mixed = batched_gemm(machine, engine, (seq, head, seq), batch, row)
     elements = 1.0 * batch * seq * seq
     dropout = 5.0 if engine.dropout else 0.0  # read 2, write 2, mask 1
     # Scale, mask, cast, softmax, cast: a kernel each.
@@ -371,13 +371,16 @@ def fused_softmax(seq: int, batch: Column) -> Column:
 
 
 def batched_gemm(
-    machine: Machine, sizes: tuple[int, int, int], batch: Column, row_bytes: Column
+    machine: Machine,
+    engine: ProgramSoftware,
+    sizes: tuple[int, int, int],
+    batch: Column,
+    row_bytes: Column,
 ) -> Column:
     """Seconds of `batch` products (m x k) times (k x n) whose rows are `row_bytes` apart; sizes: m,
     n and k. Where these are misaligned the tensor cores are not used.
     """
-    (m, n, k), engine = sizes, machine.software
-    assert isinstance(engine, ProgramSoftware)
+    m, n, k = sizes
     traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * op_costs.GEMM_MEMORY)
     if op_costs.aligned(n, k) == 1.0:
         return np.maximum(op_costs.tensor_cores(machine, m, n, k, batch), traffic) + op_costs.LAUNCH
