@@ -1,6 +1,7 @@
 """Ranks: how they start, meet, are placed, form groups and communicate, and how a job ends.
 
 launch           the launcher of this process, its rank and the number of ranks
+other_launchers  what variables of launchers that are not known here say of this process
 early_end        how a rank that fails, dies or is stopped before its first step ends the whole job
 rendezvous       devices and cores, the store, process groups: how ranks meet
 context          this process among all ranks; how a job ends
@@ -10,6 +11,7 @@ mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
 context_parallel attention of ranks that share the tokens of a sample
 token_exchange   tokens on their way to experts on other ranks
+node_dispatch    the same with one copy of a token to each node
 store            the job's key-value store: opened safely; small values without a collective
 run_lock         one run at a time in an --out folder
 preflight        what is said and checked before step 1: places, nodes, groups, room, compiler

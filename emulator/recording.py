@@ -19,6 +19,7 @@ from torch import Tensor
 from distributed.collectives import SUM, Group, Handle
 from distributed.context import Context
 from distributed.launch import Launch, Local
+from distributed.placement import Place
 from watchdog.flight_recorder import FlightRecorder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -259,13 +260,16 @@ def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
     world: the number of ranks. nodes: the number of nodes, which divides `world`.
     """
     per_node = world // nodes
+    nodes_of_ranks = [f"node{other // per_node}" for other in range(world)]
+    places = [Place(node, 0, "cuda", None, ()) for node in nodes_of_ranks]
     # The last two values say that a rank shares its cores with no other rank: it is one of 1 ranks
     # on these cores, and has the number 0 among them.
     local = Local(rank % per_node, per_node, per_node == world, 1, 0)
     launch = Launch("srun", rank, world)
     device = torch.device("cuda", rank % per_node)
     backend = "nccl" if world > 1 else "none"
-    context = RecordingContext(launch, rank, world, "", local, [], device, backend, 1, None)
+    node = nodes_of_ranks[rank]
+    context = RecordingContext(launch, rank, world, node, local, places, device, backend, 1, None)
     context.trace = RankTrace(context.recorder)
     context.rows = {}
     return context

@@ -70,14 +70,15 @@ def on(
 # Facts that are fields of the machine.
 OF_MACHINE = {"memory_spread"}
 # What a program has if its facts do not say otherwise, where Trine differs: communication buffers
-# of the same size for every layout, no measured time of the host beside its launches, and seconds
-# of a step that do not depend on the model or the batch.
+# of the same size for every layout, no measured time of the host beside its launches, seconds of a
+# step that do not depend on the model or the batch, and a copy of a token for each of its experts.
 OF_PROGRAMS = {
     "buffers": 2e9,
     "group_bytes": 0.0,
     "limited_group_bytes": 0.0,
     "host_of_block": 0.0,
     "per_step": 0.05,
+    "one_copy_to_a_node": False,
 }
 
 

@@ -108,6 +108,8 @@ class Software:
     # Seconds of a step that do not depend on the model or the batch; one GPU had none
     # (benchmarks/results/gpu-h100.md).
     per_step: float = 0.0
+    # Whether experts on several nodes get one copy of a token to a node (config/dispatch.py).
+    one_copy_to_a_node: bool = True
 
 
 @dataclass(frozen=True)

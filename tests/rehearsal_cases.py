@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, str]] = {
     "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
     "cp 4 over heads and keys, tp 2": (8, SMALL + "--cp 4 --tp 2 --kv-heads 4 --seq-length 4096"),
     "experts of 4 ranks": (4, SMALL + EXPERTS + "--ep 4 --global-batch-size 128"),
+    "experts of 2 nodes": (16, SMALL + EXPERTS + "--ep 16 --tp 2 --global-batch-size 128"),
     "experts recomputed, pp 2": (4, SMALL + EXPERTS + "--ep 2 --pp 2 --recompute full"),
     "cp 4 over heads, pp 2": (8, SMALL + BLOOM + "--cp 4 --pp 2 --recompute selective"),
 }

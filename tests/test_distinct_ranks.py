@@ -75,6 +75,20 @@ def test_what_ranks_of_two_places_leave_out_is_found(axes):
         assert bool(mismatches(rehearsed(config, does))) == (0 < left_out < 64), names
 
 
+def test_ranks_of_experts_that_exchange_with_the_first_are_run():
+    """With one copy of a token to a node: the last on its node, and the one in its place on the
+    last node. Of groups that are placed otherwise another rank is run.
+    """
+    model = ModelShape(2, 64, 4, experts=16, experts_per_token=8, activation="swiglu", bias=False)
+    config = SimpleNamespace(layout=Layout(dp=24, ep=8), model=model)
+    assert {0, 3, 4, 7} <= set(rehearsal.chosen(config, nodes=6))
+    # Nodes of 6: the groups are on (6, 2), (4, 4) and (2, 6) ranks of two nodes.
+    ran = rehearsal.chosen(config, nodes=4)
+    taken = rehearsal.taken_as(config, ran, nodes=4)
+    assert {taken[rank] // 8 for rank in range(8, 16)} == {1}
+    assert {taken[rank] // 8 for rank in (*range(8), *range(16, 24))} <= {0, 2}
+
+
 def test_how_many_ranks_of_a_large_world_are_run():
     assert len(rehearsal.chosen(world_of(pp=12, dp=8, tp=4, heads=4))) == 21
     assert rehearsal.chosen(world_of(tp=8)) == [0, 4, 7]
