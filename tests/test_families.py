@@ -49,12 +49,15 @@ SCALED_YARN |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 LONG = {"pad_token_id": None, "rope_scaling": {"type": "longrope"} | FACTORS}
+LONG_INSIDE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG_INSIDE |= FACTORS
 GEMMA = LLAMA | {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
 GEMMA |= {"pad_token_id": None}
 FULL, LOCAL = "full_attention", "sliding_attention"
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 BY_KIND = {
     FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
-    LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+    LOCAL: PLAIN,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 QWEN_MOE = LLAMA | EXPERTS
@@ -89,6 +92,11 @@ CASES = {
     "phi3": LLAMA | {"pad_token_id": None, "sliding_window": 9},
     "phi3 long": LLAMA | LONG | {"original_max_position_embeddings": 16},
     "phi3 short": LLAMA | LONG | {"original_max_position_embeddings": S},
+    "smollm3 long": LLAMA
+    | {"pad_token_id": None, "no_rope_layers": [0, 1], "rope_parameters": LONG_INSIDE},
+    "olmo3 long": LLAMA
+    | {"pad_token_id": None, "sliding_window": 9, "layer_types": [LOCAL, FULL]}
+    | {"rope_parameters": {FULL: LONG_INSIDE, LOCAL: PLAIN}},
     "qwen2": LLAMA | {"tie_word_embeddings": True},
     "qwen3": LLAMA | {"head_dim": 16},
     "gpt_neox": NEW_NAMES | {"intermediate_size": 80, "rope_parameters": PARTIAL},
@@ -506,6 +514,12 @@ def test_a_shape_that_no_family_has_is_one_sentence_with_the_nearest():
         ({"rotary_scaling": "llama3:8:4:1:512"}, "LOW must be below HIGH"),
         ({"rotary_scaling": "linear:nan"}, "with numbers above 0"),
         ({"positions": "rotary", "rotary_fraction": 0.4}, "is 3$"),
+        (
+            {"positions": "rotary", "window": 4, "heads": 12}
+            | {"rotary_scaling": "longrope:8:1:1,2:3,4"}
+            | {"window_rotary_scaling": "longrope:6:1:1,2:3,4"},
+            "are longrope of 8 and of 6 positions: the blocks of a model have one length",
+        ),
         ({"positions": "rotary", "rotary_fraction": 0.1}, "2 or more: .* is 0"),
         (
             {"heads": 5},
