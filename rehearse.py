@@ -62,7 +62,7 @@ def _rehearse(arguments: list[str]) -> int:
     nodes = _nodes(options, machine.node)
     request = parse_request(train_arguments, __doc__, lambda _: {"precision": machine.precision})
     # The same decisions as at the start of a run, for GPUs: checks, layout, then the schedule.
-    config = check_any_length(request.config, options.gpus)
+    config = check_any_length(request.config, options.gpus, "GPUs")
     layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
     config, decided = auto_schedule.decide(replace(config, layout=layout), "cuda")
     notes = list(request.notes)

@@ -52,7 +52,7 @@ from pipeline import Pipeline
 from planner.partition_costs import part_costs
 from schedules.partition import StageSpec, stage_specs
 from scoring import Scorer
-from telemetry import replica_check, run_time, step_stats
+from telemetry import log_lines, replica_check, run_time, step_stats
 from telemetry.audit import Audit
 from telemetry.log import Log
 from telemetry.loss_monitor import give_up, make_monitor, skip_earlier_spikes
@@ -492,11 +492,14 @@ class Trainer:
 
     def _announce(self) -> None:
         """Print how long the run will take, if that can be estimated and is long."""
-        if not self.log.is_writer or self.done.iteration >= self.last_step:
+        if not self.log.is_writer:
             return
         consumed = self.done.consumed_samples
         batch = self.config.batches.batch(consumed)
         left = self.config.total_samples - consumed
+        if self.done.iteration >= self.last_step:
+            self.log.note(log_lines.finished(self.done.iteration, consumed, left, batch))
+            return
         line = run_time.estimate(self.config, self.log.context, left, batch)
         if line:
             self.log.note(line)

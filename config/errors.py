@@ -4,7 +4,8 @@ Everything that reads input of the user (flags, files, data) raises `UserError`;
 print it with `exit_with`. `printable`, `nearest` and `number_ranges` are for the words of errors.
 
 Programs import this module first: it exits under a Python that is too old for other modules. The
-code before that exit runs under Python 3.6 too.
+code before that exit runs under Python 3.6 too. From this import on, Ctrl-C ends a program without
+a traceback, after its `finally` blocks.
 """
 
 import contextlib
@@ -12,12 +13,14 @@ import difflib
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Numbers of the errors of writing to a file on a full disk, or to a pipe that no process reads.
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
@@ -39,6 +42,25 @@ for stream in ("stdin", "stdout", "stderr"):
     # number, and so what is printed. /dev/null takes this number.
     if getattr(sys, stream) is None:
         setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115 (stays open on purpose)
+
+
+def _print_exception(kind: Any, error: Any, trace: Any) -> None:
+    """Print an exception that nothing has caught; nothing for Ctrl-C, after which Python ends."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _end_by_interrupt(unraisable: Any) -> None:
+    """Report an exception that Python ignores, as in a destructor; Ctrl-C ends the process."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.__unraisablehook__(unraisable)
+
+
+# Ctrl-C may come at any moment, in the imports too: it is no error with a traceback.
+sys.excepthook = _print_exception
+sys.unraisablehook = _end_by_interrupt
 
 
 class UserError(Exception):
@@ -84,12 +106,22 @@ class NodeError(UserError):
 def installed(how: str = SET_UP) -> Iterator[None]:
     """In a block with imports, print one error line and exit if a package is not installed.
 
-    The program exits with status 2. how: the end of the line, which tells how to install.
+    The program exits with status 2. how: the end of the line, which tells how to install. Ctrl-C
+    ends the process at once: a package may make an error of its own of a KeyboardInterrupt.
     """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    is_default = is_main and handler is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     except ModuleNotFoundError as error:
         exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {how}"))
+    finally:
+        # The block may have installed a handler of its own, as train.py does.
+        if is_default and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, handler)
 
 
 @contextlib.contextmanager

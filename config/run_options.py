@@ -426,6 +426,10 @@ def parse_task_files(words: tuple) -> list[TaskFile]:
                 f"arc=data/arc_easy.jsonl:500, not {word!r}"
             )
         name, path, count = match.groups()
+        if path == "-":
+            raise UserError(
+                f"--eval-tasks {word}: standard input is no file, which each rank reads"
+            )
         if name is None:
             name = os.path.basename(path).partition(".")[0]
             # The date in the name of lm_eval's file has a dot before its fraction of a second.

@@ -19,9 +19,12 @@ from config.schema import ELEMENTWISE, ROTARY_OPTIONS, Config, Layout, ModelShap
 from config.stages import prefixes_of
 
 
-def check(config: Config, ranks: int) -> Config:
-    """Return the configuration with dp filled in; UserError if it cannot run on `ranks` ranks."""
-    layout = with_dp(config.layout, ranks, "ranks")
+def check(config: Config, ranks: int, name: str = "ranks") -> Config:
+    """Return the configuration with dp filled in; UserError if it cannot run on `ranks` ranks.
+
+    name: the word that messages use for the ranks: "ranks" of a launcher, or "GPUs" of --gpus.
+    """
+    layout = with_dp(config.layout, ranks, name)
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
@@ -44,13 +47,13 @@ def check(config: Config, ranks: int) -> Config:
     return config
 
 
-def check_any_length(config: Config, ranks: int) -> Config:
+def check_any_length(config: Config, ranks: int, name: str = "ranks") -> Config:
     """Return the result of `check` for a run whose length may be missing: then it is one step."""
     training = config.training
     by_plan = None if config.plan is None else config.plan.train_tokens
     if training.steps is None and training.train_samples is None and by_plan is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
-    return check(config, ranks)
+    return check(config, ranks, name)
 
 
 def refusal(config: Config, ranks: int) -> str:
@@ -74,11 +77,10 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
     replica = tp * pp * cp
     product = f"tp({tp}) * pp({pp})" + f" * cp({cp})" * (cp > 1)
     if ranks % replica:
-        start = (
-            f": start {replica} ranks, as with mpirun -n {replica}"
-            if (ranks, name) == (1, "ranks")
-            else ""
-        )
+        start = ""
+        if ranks == 1:
+            how = {"ranks": f"start {replica} ranks, as with mpirun -n {replica}"}
+            start = f": {how.get(name, f'give --gpus {replica}')}"
         counted = f"{ranks} {name if ranks != 1 else name.removesuffix('s')}"
         raise UserError(f"{product} * dp(?) does not divide {counted}{start}")
     if dp is not None and replica * dp != ranks:
@@ -583,6 +585,7 @@ def _check_length(config: Config) -> None:
     if training.steps is None and training.train_samples is None and not ends_by_plan:
         also = ", or train_tokens in the file of --stages" if config.plan else ""
         raise UserError(f"give one of --steps and --train-samples{also}; neither was given")
+    _check_end(config, ends_by_plan)
     if config.total_steps == 0:
         first = config.batches.batch(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
@@ -596,6 +599,31 @@ def _check_length(config: Config) -> None:
         raise UserError(
             "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "
             "lr * sqrt(lr-warmup-samples / samples)"
+        )
+
+
+def _check_end(config: Config, ends_by_plan: bool) -> None:
+    """Raise UserError if the run is to end before what the checkpoint of --resume has done already.
+
+    A run that is at its end is no mistake: a batch file may start it once more.
+    """
+    training, past, plan = config.training, config.past, config.plan
+    if training.steps is not None:
+        end, done, unit = training.steps, past.step, "steps"
+        name = "steps"
+    elif ends_by_plan and plan is not None and plan.train_tokens is not None:
+        end, done, unit = plan.train_tokens, config.tokens_at(past.samples), "tokens"
+        name = "train_tokens"
+    elif training.train_samples is not None:
+        end, done, unit = training.train_samples, past.samples, "samples"
+        name = "train-samples"
+    else:
+        return
+    if end < done:
+        raise UserError(
+            f"{name}({end}) is less than the {done} {unit} that are done in the checkpoint from "
+            f"which the run goes on: it is the length of the whole run. Give more, or resume an "
+            f"earlier checkpoint"
         )
 
 

@@ -52,6 +52,8 @@ KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
 SHOWN = (
     f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added, but for {' and '.join(TOKENS)})"
 )
+# What an error of a program says that reads JSON lines from standard input too.
+BY_STDIN = ": give - to read JSON lines from standard input"
 LONGEST_LINE = 1 << 29  # bytes; a longer line is refused before it fills the memory
 # Bytes of a table that are read at a time, unless one row is larger.
 BATCH_BYTES = 1 << 24
@@ -275,16 +277,17 @@ def _listed(folder: Path) -> list[str] | None:
     return names
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """Open a file; UserError at once for a pipe or a device, which could wait for ever."""
+def open_file(path: Path, instead: str = "") -> IO[bytes]:
+    """Open a file; UserError at once for a pipe or a device, which could wait for ever.
+
+    instead: what the error proposes, such as BY_STDIN where a program reads that.
+    """
     try:
         return io.BufferedReader(open_regular(path), 1 << 16)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise UserError(
-            f"{path} is a pipe or a device, not a file: give - to read standard input"
-        ) from None
+        raise UserError(f"{path} is a pipe or a device, not a file{instead}") from None
 
 
 @contextlib.contextmanager

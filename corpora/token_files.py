@@ -284,7 +284,9 @@ def _missing(path: str) -> str:
     """Return the error text for a file of a pair that is not there; path: PREFIX.idx or .bin."""
     prefix = path.removesuffix(".idx")
     of_pair = prefix.removesuffix(".bin").removesuffix(".idx")
-    text = f"{path} does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx"
+    text = (
+        f"{path} does not exist; a corpus is named by the PREFIX of its pair PREFIX.bin, PREFIX.idx"
+    )
     if of_pair != prefix and os.path.exists(f"{of_pair}.idx"):
         return f"{text}: give {of_pair}"
     source = prefix if os.path.exists(prefix) else "TEXTS"

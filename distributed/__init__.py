@@ -1,6 +1,7 @@
 """Ranks: how they start, meet, are placed, form groups and communicate, and how a job ends.
 
 launch           the launcher of this process, its rank and the number of ranks
+other_launchers  what variables of launchers that are not known here say of this process
 early_end        how a rank that fails, dies or is stopped before its first step ends the whole job
 rendezvous       devices and cores, the store, process groups: how ranks meet
 context          this process among all ranks; how a job ends

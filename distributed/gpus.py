@@ -88,7 +88,7 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
     if local_size > visible and not sharing:
         raise UserError(
             f"{local_size} ranks on node {node} have {visible} GPUs; start at most {visible} "
-            f"a node, or share GPUs with --backend gloo"
+            f"a node (train.py may share GPUs, with --backend gloo)"
         )
     return local_rank % visible
 
@@ -190,5 +190,5 @@ def check_gpus(places: list[Place]) -> None:
         raise UserError(
             f"ranks {', '.join(map(str, ranks))} on node {place.node} have the same GPU "
             f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} "
-            f"--gpu-bind=none, or share GPUs with --backend gloo"
+            f"--gpu-bind=none (train.py may share GPUs, with --backend gloo)"
         )

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from config.errors import UserError
 from distributed.early_end import StartWatch, node_name
+from distributed.other_launchers import stated_by
 from distributed.placement import allowed_cores, threads_asked_for
 
 # With these variables each rank finds the others, whoever has set them: torch's env:// rendezvous.
@@ -33,10 +34,6 @@ BY_VARIABLES = (
     "RANK and WORLD_SIZE"  # the launcher of a Launch, if these variables are all there is
 )
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The first words of variables of launchers that give a rank, but not the number of ranks.
-ONLY_RANKS = ("PALS",)
-# Words of variables that count nodes, or number them.
-OF_NODES = {"NODE", "NODES", "NNODES"}
 SHARED_MEMORY = "/dev/shm"
 # MPICH 5.0 makes a file of this size for each rank of a node; with UCX, files of these sizes more.
 MPICH_BYTES = 1_065_000
@@ -98,48 +95,15 @@ def discover(env: Mapping[str, str] = os.environ) -> Launch:
 def _refuse_unknown_launcher(env: Mapping[str, str]) -> None:
     """Raise UserError if variables say that this process is one of several, of no known launcher.
 
-    Each of them would train alone, on the same samples. Launchers name the variables differently,
-    but in pairs with the same first word: WORLD_SIZE and RANK, FLUX_JOB_SIZE and FLUX_TASK_RANK,
-    JSM_NAMESPACE_SIZE and JSM_NAMESPACE_RANK, PALS_RANKID alone. What starts one command on each of
-    several nodes numbers the nodes: NNODES and NODE_RANK, SKYPILOT_NUM_NODES and
-    SKYPILOT_NODE_RANK. Slurm's are known (check_launch).
+    Each of them would train alone, on the same samples.
     """
-    ranks = {}  # by the first word of the name, a variable with the number of this process
-    sizes = {}  # and a variable with the number of processes
-    for name, value in sorted(env.items()):
-        words = name.split("_")
-        family = words[0] if len(words) > 1 and words[0] not in OF_NODES else ""
-        # Numbers on a node, or of torchrun's groups, do not say whether there are several.
-        is_partial = {"LOCAL", "GROUP", "UNIVERSE", "CROSS", "SLURM", "ROLE", "PER"} & set(words)
-        if is_partial or not (value.isascii() and value.isdecimal() and len(value) < 10):
-            continue
-        family = "" if name in ("WORLD_SIZE", "NUM_NODES") else family
-        of_nodes = bool(OF_NODES & set(words))
-        if words[-1] in ("RANK", "RANKID", "PROCID", *(("INDEX",) if of_nodes else ())):
-            ranks[family, of_nodes] = name
-        elif words[-1] in ("SIZE", "NPROCS", "NRANKS", "NTASKS", "RANKS", "NODES", "NNODES"):
-            sizes[family, of_nodes] = name
-        elif of_nodes and words[-1] == "COUNT":
-            sizes[family, True] = name
-    for (family, of_nodes), rank in ranks.items():
-        size = sizes.get((family, of_nodes))
-        if of_nodes and not size:  # it may be the number in the name of a node
-            continue
-        several = int(env[size]) > 1 if size else int(env[rank]) > 0 or family in ONLY_RANKS
-        if several:
-            of = f" of {env[size]} ({size})" if size else ""
+    for stated in stated_by(env):
+        if stated.is_several:
             raise UserError(
-                f"this process is number {env[rank]} ({rank}){of} of a launcher that is not known "
-                f"here, and would train alone: start the ranks with srun, mpirun or torchrun, or "
-                f"set {', '.join(RENDEZVOUS)} and, for several ranks on a node, LOCAL_RANK and "
-                f"LOCAL_WORLD_SIZE; to train alone, unset {rank}"
+                f"{stated}, and would train alone: start the ranks with srun, mpirun or torchrun, "
+                f"or set {', '.join(RENDEZVOUS)} and, for several ranks on a node, LOCAL_RANK and "
+                f"LOCAL_WORLD_SIZE; to train alone, unset {stated.variable or stated.counter}"
             )
-    if sizes.get(("", False)) == "WORLD_SIZE" and int(env["WORLD_SIZE"]) > 1:
-        raise UserError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']}, and no variable says which of these ranks this "
-            f"process is: it would train alone. Set {', '.join(RENDEZVOUS)}, start the ranks with "
-            f"srun, mpirun or torchrun, or to train alone, unset WORLD_SIZE"
-        )
 
 
 def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
@@ -194,12 +158,28 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
                 f"runs would overwrite one another; start train.py itself with srun or mpirun, or "
                 f"give torchrun --nnodes {torchruns} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
             )
+        # So are torchruns that something else has started on several nodes.
+        not_its_own = {name: text for name, text in env.items() if name not in RENDEZVOUS}
+        others = [stated for stated in stated_by(not_its_own) if stated.is_several]
+        if launch.launcher == "torchrun" and others and env.get("GROUP_WORLD_SIZE") == "1":
+            other = others[0]
+            raise UserError(
+                f"{other}, and its torchrun is alone (--nnodes 1): the nodes would train apart, on "
+                f"the same samples; give torchrun --nnodes {other.count or 'N'} --rdzv-backend "
+                f"c10d --rdzv-endpoint HOST:PORT, or to train on this node alone, unset "
+                f"{other.variable or other.counter}"
+            )
     in_job = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env  # in a job, not started by srun
     if launch.launcher == "python" and in_job and tasks > 1:
         return (
             f"this Slurm job has {tasks} tasks, but this process was started without srun and is "
             f"alone: `srun --mpi=pmi2 python train.py ...` starts them all"
         )
+    if launch.launcher == "python":
+        stated = stated_by(env)
+        first = next((one for one in stated if one.is_first), None)
+        if first and all(one.count != 1 for one in stated):
+            return f"{first}, and trains alone; if the job has more of them, so would each of these"
     return None
 
 

@@ -133,8 +133,8 @@ class ClosedForm:
         """
         job = self.job
         ranks = self.ranks
-        _, block_activations = memory_terms.kept_of_block(job)
-        flying = memory_terms.in_flight(job, ranks.rank)
+        _, block_activations = self._kept_of_block
+        flying = self._in_flight
         # If the head's rank has a single stage, the logits of all its micro-batches in flight are
         # kept. With several stages its other stages have most of the micro-batches in flight, and
         # the stage with the head runs each backward at once: it keeps the logits of one.
@@ -154,10 +154,19 @@ class ClosedForm:
 
         It is 0 in rows without recomputation.
         """
-        if_recomputed, if_not = memory_terms.kept_of_block(self.job)
-        flying = memory_terms.in_flight(self.job, self.ranks.rank)
-        saved = flying * self.job.layout.stages_per_rank * (if_not - if_recomputed)
+        if_recomputed, if_not = self._kept_of_block
+        saved = self._in_flight * self.job.layout.stages_per_rank * (if_not - if_recomputed)
         return np.where(self.recomputes, saved, 0.0)
+
+    @cached_property
+    def _kept_of_block(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes that a block keeps for one micro-batch: (if it is recomputed, if not)."""
+        return memory_terms.kept_of_block(self.job)
+
+    @cached_property
+    def _in_flight(self) -> np.ndarray:
+        """The micro-batches whose activations each rank keeps at once, at least: (rows, ranks)."""
+        return memory_terms.in_flight(self.job, self.ranks.rank)
 
     @cached_property
     def recomputes(self) -> np.ndarray:

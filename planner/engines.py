@@ -21,7 +21,7 @@ from planner import hardware, memory, memory_terms, op_costs, step_time, time_te
 from planner.hardware import Machine, Software
 from planner.job import Column, Job
 from planner.op_costs import Pass
-from schedules.simulation import Seconds
+from schedules.actions import Seconds
 
 PROGRAMS = Path(__file__).parent / "engines.toml"
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm

@@ -223,8 +223,11 @@ class _Search:
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.of_rows(self.rows)
+        # By whether risky rows are accepted, the likely and the least seconds of these rows.
+        self.seconds: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
+        self.stages: dict[Layout, list[memory.StageMemory]] = {}  # the memory of tried layouts
         self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
         self.taken = set[int]()  # places of which a row without risk was ranked
         self.left_out: list[_Row] = []  # rows that were not tried, as enough others were found
@@ -311,7 +314,9 @@ class _Search:
         counts = self.fits[risky]
         if among is not None:
             counts = counts & among[self.rows]
-        likely, least = self.closed.seconds(self.recomputed[risky][self.rows])
+        if risky not in self.seconds:
+            self.seconds[risky] = self.closed.seconds(self.recomputed[risky][self.rows])
+        likely, least = self.seconds[risky]
         order = np.flatnonzero(counts)
         order = order[np.argsort(likely[order], kind="stable")]
         columns = self.rows, self.table.place[self.rows], likely, least
@@ -342,7 +347,9 @@ class _Search:
             tried = [replace(layout, recompute_layers=number) for number in numbers] + tried
         for layout in tried:
             job = asked.job(layout)
-            stages = memory.stages(job)
+            if layout not in self.stages:
+                self.stages[layout] = memory.stages(job)
+            stages = self.stages[layout]
             needed = max(stage.total for stage in stages)
             if needed > self.room[risky]:
                 continue
@@ -376,12 +383,14 @@ class _Search:
             if place in waiting:
                 continue
             layout = table.layout(row)
+            tp_and_pp = layout.tp, layout.pp
+            if tp_and_pp in too_large:
+                continue
             job = table.asked.job(layout)
             reason = self.refused.get(place) or does_not_fit(job)
             if not reason and every:
                 reason = self._risk_of(job)
-            tp_and_pp = layout.tp, layout.pp
-            if not reason or tp_and_pp in too_large:
+            if not reason:
                 continue
             # A next place with the same tp and pp differs only in its larger micro-batch. It needs
             # more memory than this place, so it is left out of the list.

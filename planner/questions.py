@@ -168,7 +168,7 @@ class Question:
 
         def refusal(layout: schema.Layout) -> str:
             try:
-                validation.check_any_length(replace(full, layout=layout), gpus)
+                validation.check_any_length(replace(full, layout=layout), gpus, "GPUs")
             except UserError as error:
                 return str(error)
             return ""
@@ -183,7 +183,7 @@ class Question:
         """
         layout, given = self.config.layout, self.options.gpus or self.options.nodes
         ranks = self.gpus if given else layout.tp * layout.pp * layout.cp * (layout.dp or 1)
-        run = validation.check_any_length(self.config, ranks)
+        run = validation.check_any_length(self.config, ranks, "GPUs")
         if self.program and (reason := self.program.refusal(run, run.layout)):
             raise UserError(reason)
         return Job(run.model, run.layout, run.training, self.machine)

@@ -35,7 +35,7 @@ with errors.installed():
     from corpora.chat_environment import MARKS_ANSWERS
     from corpora.chat_templates import ChatTemplate
     from corpora.encoder import END, Encoder
-    from corpora.text_sources import BadTexts, damage_named, objects_of
+    from corpora.text_sources import BY_STDIN, BadTexts, damage_named, objects_of, open_file
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
     from corpora.tokenizer_files import NAME, Settings, read_settings, read_template, write_settings
     from scripts.corpus import check_out, note_replaced, run, write_checksums
@@ -106,6 +106,8 @@ class ChatLines:
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (see `close`)
         for path in map(Path, paths):
             with damage_named(path):
+                if str(path) != "-":
+                    open_file(path, BY_STDIN).close()
                 for place, found in objects_of(path, "messages", BadTexts()):
                     try:
                         conversation = parse_conversation(found, template)

@@ -39,6 +39,8 @@ with errors.installed():
     from config.errors import UserError, printable
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
+        BY_STDIN,
+        LINES,
         SHOWN,
         TOKENS,
         check_lines,
@@ -93,7 +95,7 @@ def find_files(
             kind = kind_of(path, as_text)
             if kind is None:
                 raise not_known(path)
-            open_file(path).close()
+            open_file(path, BY_STDIN if kind in LINES else "").close()
             if kind == ".json":
                 check_lines(path)
             found.add(without_links(path, as_text))

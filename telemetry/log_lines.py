@@ -286,6 +286,18 @@ def _of_stages(config: Config) -> str:
     return f"stages: {', '.join(begins)}; {config.total_steps} steps, {total:,} tokens"
 
 
+def finished(steps: int, samples: int, left: int, batch: int) -> str:
+    """Return the line of a start that has no step to do.
+
+    steps, samples: what the run has done. left: samples up to the run's end, fewer than the next
+    step's `batch`.
+    """
+    line = f"the run is finished: {steps:,} steps, {samples:,} samples are done"
+    if left > 0:
+        line += f", and the {left} that are left are fewer than a batch of {batch}"
+    return f"{line}; a larger --steps or --train-samples trains on"
+
+
 def summary(
     config: Config,
     facts: dict[str, Any],

@@ -91,6 +91,26 @@ def pytest_xdist_make_scheduler(config, log):
     return Parts(config, log)
 
 
+SECONDS_TO_WAIT = 240  # of one test; a busy machine takes seconds
+
+
+@pytest.fixture
+def ends():
+    """A test that waits for a pipe without an end fails, and does not hang.
+
+    A call of the system is interrupted by the signal; Python's handler raises then.
+    """
+
+    def ring(number, frame):
+        pytest.fail(f"the test has waited for {SECONDS_TO_WAIT} s: it opens what it should refuse")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS_TO_WAIT)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(scope="session")
 def cuda_device(request) -> str:
     """The device of a test marked cuda: cuda, or cpu with --rehearse-cuda; skipped without."""

@@ -23,9 +23,9 @@ OF_RUNS = {
 --recompute full --recompute-blocks 5 | --recompute-blocks 5 recomputes 5 blocks, but layers is 4
 --objective prefix --seq-length 1 | samples need 2 tokens or more, not 1
 --seed -1 | --seed must be at least 0, not -1
---data nowhere | nowhere.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
---data only | only.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx
---data only.bin | only.bin.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
+--data nowhere | nowhere.idx does not exist; a corpus is named by the PREFIX
+--data only | only.idx does not exist; a corpus is named by the PREFIX
+--data only.bin | only.bin.idx does not exist; a corpus is named by the PREFIX
 --data 0.5 only 0.5 | --data 0.5 only 0.5: give a weight before every prefix, or before none
 --data synthetic only | --data synthetic must be alone: random tokens do not mix with files
 --data only --split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'
@@ -163,7 +163,8 @@ layouts --model 176b --nodes two | --nodes takes a whole number, not 'two'
 layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
-stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 ranks
+stages --model 176b --tp 4 --pp 12 --gpus 1 | does not divide 1 GPU: give --gpus 48
+stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 GPUs
 stages --model 176b --pp 100 | pp(100) is more stages than there are parts to place: 70 blocks +
 days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
 days --model 176b --tokens 450Q | --tokens takes a number, not '450Q'

@@ -161,7 +161,8 @@ layouts/precision.py a-file | FOLDER a-file: cannot write in
 """,
     "rehearse.py": """
 @/rehearse.py --layers 4 --hidden 64 --heads 4 --global-batch-size 8
---gpus 6 --tp 4 | tp(4) * pp(1) * dp(?) does not divide 6 ranks
+--gpus 6 --tp 4 | tp(4) * pp(1) * dp(?) does not divide 6 GPUs
+--tp 4 | tp(4) * pp(1) * dp(?) does not divide 1 GPU: give --gpus 4
 --gpus 8 --nodes 3 | nodes(3) does not divide gpus(8)
 --gpus 2305843009213693951 | from 1 to 1000000, not 2305843009213693951
 --gpus 0 | --gpus must be from 1 to 1000000, not 0

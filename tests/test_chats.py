@@ -1,6 +1,7 @@
 """Conversations: if this failed, a model would be trained on what is not an answer."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -56,6 +57,15 @@ def folder(tmp_path):
 def prepare(folder, *more):
     words = ["--out", folder / "out", "--tokenizer", folder, folder / "c.jsonl", *more]
     prepare_chats.main([str(word) for word in words])
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_pipe_is_refused_in_favour_of_standard_input(folder):
+    os.mkfifo(folder / "pipe.jsonl")
+    with pytest.raises(
+        UserError, match=r"pipe\.jsonl is a pipe or a device, .*: give - to read JSON"
+    ):
+        prepare(folder, folder / "pipe.jsonl")
 
 
 def test_answers_are_what_the_template_writes_for_the_assistant(folder, capsys):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_within
-from ranks import fork_ranks, results_of, start
+from ranks import fork_one, fork_ranks, results_of, start
 from small_corpora import write_chats, write_corpora
 from test_golden import check_lines, distance, lines_of, reference
 
@@ -179,6 +179,7 @@ def test_choices_are_the_same_in_every_layout_and_can_be_pinned(ranks, tmp_path)
         assert row["unwritten"] == 0
 
 
+@pytest.mark.usefixtures("ends")
 def test_choices_of_another_run_that_do_not_fit_are_refused(tmp_path):
     path = str(tmp_path / "routing.npy")
     run_of_one_rank(record_routing=path, steps=2)
@@ -224,6 +225,21 @@ def test_choices_of_another_run_that_do_not_fit_are_refused(tmp_path):
     Path(path).write_text("no array")
     with pytest.raises(UserError, match="is no file of --record-routing"):
         run_of_one_rank(pin_routing=path, steps=2)
+
+
+def test_a_resumed_run_lengthens_its_file_by_what_is_left(tmp_path):
+    """2 steps of 8 samples, and 2 of 32: 80 samples, not those of 4 steps of either."""
+    model = "--layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab-size 61 --no-bias --experts 4"
+    words = ["train.py", *model.split(), "--steps", "4", "--device", "cpu", "--no-watchdog"]
+    words += ["--record-routing", str(tmp_path / "r.npy"), "--out", str(tmp_path / "run")]
+    first = fork_one(*words, "--global-batch-size", "8", "--stop-at-samples", "16")
+    assert first.status == 75, first.err
+    assert len(np.load(tmp_path / "r.npy")) == 32
+    then = fork_one(*words, "--global-batch-size", "32", "--resume", "auto")
+    assert then.status == 0, then.err
+    found = np.load(tmp_path / "r.npy")
+    assert len(found) == 16 + 2 * 32
+    assert found.all(), "each sample has its experts"
 
 
 # ------------------------------------------------------------------------------------------------

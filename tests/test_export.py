@@ -108,6 +108,7 @@ def check_import_refused(folder: Path, *parts: str) -> None:
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
 
 
+@pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_an_import_opens_only_regular_files_of_its_folder(name, exported, tmp_path):
     folder = tmp_path / "hf"

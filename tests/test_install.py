@@ -1,5 +1,6 @@
 """`pip install .`: if this failed, installed commands would work in the repository alone."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -174,6 +175,30 @@ PYTHON = """#!/bin/sh
 echo "$@" >>"$CALLS"
 case "$*" in *Get_library_version*) echo "$LIBRARY" ;; esac
 """
+
+
+def test_what_a_run_installs_has_exact_versions_and_no_beta():
+    """All that requirements.txt needs in the end, as it is installed here."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    lines = [line.partition("==") for line in (ROOT / "constraints.txt").read_text().split()]
+    exact = {name.lower().replace("_", "-"): Version(found) for name, _, found in lines if found}
+    needed: set[str] = set()
+    left = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().split()]
+    while left:
+        requirement = left.pop()
+        name = requirement.name.lower().replace("_", "-")
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        # Python brings setuptools, and a torch for GPUs names the versions of its libraries itself.
+        is_of_torch = name.startswith(("nvidia", "cuda", "triton"))
+        if name in needed or not wanted or is_of_torch or name == "setuptools":
+            continue
+        needed.add(name)
+        left += map(Requirement, importlib.metadata.requires(name) or [])
+    assert len(needed) > 20
+    assert [name for name in needed if name not in exact] == []
+    assert [name for name in needed if exact[name].is_prerelease] == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """How ranks are launched: if this failed, a wrong launch would hang, or train rank 0 twice."""
 
+import ast
 import json
 import re
 import shutil
@@ -73,6 +74,12 @@ def test_the_launcher_is_read_from_its_variables(environment, expected):
     assert discover(environment) == expected
 
 
+def cluster(task: str, **sizes: int) -> str:
+    """The JSON of TF_CONFIG and CLUSTER_SPEC, with the addresses of tasks by kind."""
+    addresses = {kind: [f"{kind}-{n}:2222" for n in range(size)] for kind, size in sizes.items()}
+    return json.dumps({"cluster": addresses, "task": {"type": task, "index": sizes[task] - 1}})
+
+
 PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
 
 
@@ -124,6 +131,19 @@ def test_ranks_by_variables_know_their_places(local, place, monkeypatch):
         {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"},
         {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"},
         {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"},
+        {"TF_CONFIG": cluster("worker", chief=1, worker=2)},
+        {"CLUSTER_SPEC": cluster("workerpool1", workerpool0=1, workerpool1=1)},
+        {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-1", "algo-2"]'},
+        {"VC_TASK_INDEX": "0", "VC_MASTER_NUM": "1", "VC_WORKER_NUM": "1"},
+        {"VC_WORKER_NUM": "2", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"},
+        {"VK_TASK_INDEX": "1"},
+        {"MA_TASK_INDEX": "0", "MA_NUM_HOSTS": "2"},
+        {"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "4"},
+        {"JOB_COMPLETION_INDEX": "1"},
+        {"NOMAD_ALLOC_INDEX": "2"},
+        {"PBS_VNODENUM": "1"},
+        {"ALPS_APP_PE": "5"},
+        {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "n0", "MASTER_PORT": "1"},
     ],
     ids=lambda environment: next(iter(environment)),
 )
@@ -132,9 +152,28 @@ def test_a_rank_of_an_unknown_launcher_does_not_train_alone(environment):
         discover(environment)
 
 
-def test_a_number_of_ranks_without_the_number_of_this_one_is_a_mistake():
-    environment = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
-    with pytest.raises(UserError, match="WORLD_SIZE is 2, and no variable says which of these"):
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (
+            {"TF_CONFIG": cluster("worker", chief=1, worker=2)},
+            r"is worker 1 \(TF_CONFIG\) of 3 \(TF_CONFIG\) of TFJob or Vertex AI, and would train",
+        ),
+        (
+            {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-1", "algo-2"]'},
+            r"is algo-2 \(SM_CURRENT_HOST\) of 2 \(SM_HOSTS\) of SageMaker, .*unset SM_C",
+        ),
+        (
+            {"VC_TASK_INDEX": "0", "VC_MASTER_NUM": "1", "VC_WORKER_NUM": "2"},
+            r"is number 0 \(VC_TASK_INDEX\) of 3 \(VC_\*_NUM\) of Volcano, and would train alone",
+        ),
+        ({"JOB_COMPLETION_INDEX": "1"}, r"is number 1 \(JOB_.*_INDEX\) of an indexed Kubernetes"),
+        ({"WORLD_SIZE": "2", "NODE_RANK": "0"}, r"is one of 2 \(WORLD_SIZE\) .*unset WORLD_SIZE"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_mistake_has_both_numbers_with_their_variables(environment, sentence):
+    with pytest.raises(UserError, match=f"^this process {sentence}"):
         discover(environment)
 
 
@@ -150,11 +189,55 @@ def test_a_number_of_ranks_without_the_number_of_this_one_is_a_mistake():
         {"PET_NODE_RANK": "0", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
         {"PMIX_RANK": "0", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"},
+        {"TF_CONFIG": cluster("chief", chief=1)},
+        {"TF_CONFIG": "{}", "CLUSTER_SPEC": "cluster.toml"},
+        {"TF_CONFIG": "[1]", "CLUSTER_SPEC": '{"cluster": [1, 2]}'},
+        {"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1"]'},
+        {"VC_TASK_INDEX": "0", "VK_TASK_INDEX": "0", "VC_WORKER_NUM": "1"},
+        {"VC_TASK_INDEX": "0", "VC_NUM": "7"},
+        {"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "1"},
+        {"NOMAD_ALLOC_INDEX": "0", "PBS_VNODENUM": "0", "MA_NUM_HOSTS": "1"},
+        {"SLURM_ARRAY_TASK_ID": "3", "SGE_TASK_ID": "4", "AWS_BATCH_JOB_ARRAY_INDEX": "5"},
     ],
     ids=str,
 )
 def test_other_variables_refuse_nothing(environment):
-    assert discover(environment) == Launch("python")
+    launch = discover(environment)
+    assert launch == Launch("python")
+    assert check_launch(launch, environment) is None
+
+
+def test_the_first_pod_of_an_indexed_job_is_told_that_it_trains_alone():
+    """No variable says whether the job has other pods."""
+    environment = {"JOB_COMPLETION_INDEX": "0"}
+    launch = discover(environment)
+    assert launch == Launch("python")
+    note = check_launch(launch, environment)
+    assert note.startswith("this process is number 0 (JOB_COMPLETION_INDEX) of an indexed Kuber")
+    assert check_launch(launch, environment | {"PET_NODE_RANK": "0", "PET_NNODES": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1", "algo-2"]'},
+        {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
+        {"VC_TASK_INDEX": "0", "VC_WORKER_NUM": "2"},
+    ],
+    ids=lambda node: next(iter(node)),
+)
+def test_torchruns_of_several_nodes_that_are_each_alone_are_refused(node):
+    ranks = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost"}
+    ranks |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_PORT": "1"}
+    ranks |= {"GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "8"}
+    launch = discover(ranks | node)
+    assert launch == Launch("torchrun", 0, 8)
+    with pytest.raises(
+        UserError, match=r"of 2 \(.*its torchrun is alone .* give torchrun --nnodes 2"
+    ):
+        check_launch(launch, ranks | {"GROUP_WORLD_SIZE": "1"} | node)
+    assert check_launch(launch, ranks | {"GROUP_WORLD_SIZE": "2"} | node) is None
+    assert check_launch(launch, ranks | {"GROUP_WORLD_SIZE": "1"}) is None
 
 
 def test_python_without_the_programs_folder(tmp_path):
@@ -163,6 +246,32 @@ def test_python_without_the_programs_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("trine ")
+
+
+PROGRAMS = sorted(
+    path
+    for pattern in ("*.py", "scripts/*.py", "benchmarks/*/*.py")
+    for path in ROOT.glob(pattern)
+    if "\nif __name__ ==" in path.read_text()
+)
+OWN = {path.stem for path in ROOT.glob("*.py")} | {
+    path.parent.name for path in ROOT.glob("*/__init__.py")
+}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_program_finds_its_modules_without_the_folder_of_the_program(path):
+    """The first of our modules is imported after sys.path has been set, also inside of a `with`."""
+    set_at = imported_at = None
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        if any(name.partition(".")[0] in OWN for name in names):
+            imported_at = min(node.lineno, imported_at or node.lineno)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
+            set_at = min(node.lineno, set_at or node.lineno)
+    assert imported_at is None or (set_at or imported_at) < imported_at
 
 
 def test_a_small_dev_shm_is_one_sentence_with_both_sizes(monkeypatch, capsys):
@@ -329,7 +438,7 @@ def test_experts_on_two_nodes_of_slurm_train_as_on_one(slurm, tmp_path):
         record = json.loads((out / "run.json").read_text())
         assert len(record["cluster"]["nodes"]) == nodes
         rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-        samples = [line for line in outcome.out.splitlines() if " sample" in line]
+        samples = [line for line in outcome.out.splitlines() if " sample at" in line]
         assert samples, outcome.out
         found.append((rows, samples))
     (rows, samples), (others, other_samples) = found

@@ -110,6 +110,7 @@ def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
         paths.check_folder("--out", str(tmp_path / "link" / "run"))
 
 
+@pytest.mark.usefixtures("ends")
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
     (tmp_path / "old").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "new")

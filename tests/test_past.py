@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,17 @@ from small_corpora import END, write_chats, write_corpora
 
 import data
 from checkpointing.resumed import has_order_of
+from config import model_stats
 from config.command_line import parse_request
+from config.errors import UserError
 from config.inherited import Inherited, changed_constants, inherited
 from config.learning_rate import learning_rate
 from config.past import Past, from_text, to_text
 from config.schema import GROUPS, Config
 from config.validation import check
+from planner import memory
+from telemetry import log_lines
+from telemetry.log import Log, Printed
 
 SHAPE = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61"
 
@@ -171,6 +177,28 @@ def test_the_sizes_of_several_resumes_add_up():
     assert again.total_samples == run.total_samples
     assert len(again.past.starts) == 4
     assert len(resumed(again, 30, "").past.starts) == 4  # the same sizes are no further start
+
+
+@pytest.mark.parametrize(("batch", "samples"), [(2, 200), (32, 800)], ids=["down", "up"])
+def test_memory_and_time_left_count_the_samples_of_the_run(batch, samples, monkeypatch):
+    """Not those of 40 steps with the present batch size, of which 20 had 8 samples."""
+    words = "--device cpu --data corpus --cache none"
+    run = resumed(first_start(f"--steps 40 --global-batch-size 8 {words}"), 20,
+                  f"--global-batch-size {batch}")  # fmt: skip
+    # The order of samples is made for the 320 of the first start, and then continued.
+    most = max(samples, 320)
+    memory.check_fits([], run, memory.ORDER_BYTES * most)
+    with pytest.raises(UserError, match=f"the order of {most} samples takes "):
+        memory.check_fits([], run, memory.ORDER_BYTES * most - 1)
+    alike = replace(run, past=Past(), training=replace(run.training, steps=1, global_batch_size=1))
+    assert model_stats.elements_of_run(run) - model_stats.elements_of_run(alike) == most - 1
+
+    shown: list[int] = []
+    monkeypatch.setattr(log_lines, "of_step", lambda *facts: shown.append(facts[-1]) or "")
+    log = SimpleNamespace(config=run, printed=Printed(1), total=40, steps=None, note=shown.append)
+    for iteration, consumed in ((21, 160 + batch), (39, samples - batch)):
+        Log._print_step(log, {"iteration": iteration, "consumed_samples": consumed})
+    assert shown == [samples - 160 - batch, "", batch, ""]
 
 
 @pytest.mark.parametrize("batch", [2, 32])

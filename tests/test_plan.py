@@ -73,7 +73,7 @@ def test_the_command_prints_json_and_imports_nothing_heavy():
         ("layouts --model 176b --nodse 4", "unknown argument '--nodse'"),
         ("layouts", "the model has no --layers, --hidden, --heads"),
         ("stages --model 176b --tp 3", "tp(3) does not divide heads(112)"),
-        ("stages --model 176b --tp 8 --pp 10 --gpus 100", "does not divide 100 ranks"),
+        ("stages --model 176b --tp 8 --pp 10 --gpus 100", "does not divide 100 GPUs"),
         ("days --model 176b", "give --tokens"),
         ("rampup", "give --rampup-batch-size START INCREMENT SAMPLES"),
         (

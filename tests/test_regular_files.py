@@ -32,6 +32,7 @@ from telemetry.log import Log
 from telemetry.loss_monitor import earlier_steps
 from tuner.trials import TrialStore
 
+pytestmark = pytest.mark.usefixtures("ends")
 DEMO = ROOT / "tests/data"
 ESCAPE = "\x1b]0;TITLE\x07\u202e"
 

@@ -83,6 +83,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
         RunLock(str(tmp_path))
 
 
+@pytest.mark.usefixtures("ends")
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder/.lock").mkdir(parents=True)
@@ -113,7 +114,8 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(tmp_path):
         job.wait_for(lambda: len(job.rows) > rows)
         job.send(signal.SIGKILL)
         job.process.wait()
-    followed = fork_one("train.py", *words, "--steps", "3", "--resume", "auto")
-    assert followed.status == 0, followed.err
+    more = ("--steps", "1000000", "--stop-at-samples", "1")
+    followed = fork_one("train.py", *words, *more, "--resume", "auto")
+    assert followed.status == 75, followed.err
     assert "resumed from" in followed.out
     assert (out / ".lock").read_text() == ""

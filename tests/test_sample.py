@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import checkpoint_worker as worker
 import golden_worker
@@ -356,6 +357,20 @@ def test_samples_of_the_log_are_drawn_at_the_temperature_that_was_asked_for():
     words += " --sample-every 1 --sample-prompt 1 --sample-temperature 0.5"
     made = decoding.RunSamples(parse(words.split()), None, None, print)
     assert made.choice == SamplingParams(0.5, seed=7)
+    assert made.ends == made.text.ends
+
+
+def test_samples_of_the_log_end_where_the_continued_model_ends():
+    asked: list[tuple[int, ...]] = []
+    decoder = SimpleNamespace(
+        mesh=SimpleNamespace(recorder=SimpleNamespace(enter=lambda phase: None)),
+        generate=lambda prompt, count, how, ends: asked.append(ends) or [],
+    )
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --steps 1"
+    words += " --sample-every 1 --sample-prompt 1"
+    made = decoding.RunSamples(parse(words.split()), decoder, lambda: None, lambda line: None, (5,))
+    made.after_step(1, last=True)
+    assert asked == [(5,)]
 
 
 def test_the_report_of_several_ranks_goes_into_a_new_folder(monkeypatch, tmp_path):

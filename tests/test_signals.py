@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+from ranks import ROOT
 
 from benchmarks.faults import signals as moments
+from config import errors
 from distributed import stop_conditions
 from distributed.stop_conditions import Signals, outlook
 from trainer import Trainer
@@ -104,3 +108,57 @@ def test_one_line_of_all_ranks_is_printed(capfd):
     for about in ("first", "first", "end"):
         monitor._handle(rank, {"say": f"a line on {about}", "about": about})
     assert capfd.readouterr().err.splitlines() == ["a line on first", "a line on end"]
+
+
+# Runs a program, and sends SIGINT at its import number N after it has imported config.errors.
+INTERRUPTED = """
+import runpy, signal, sys
+
+class Interrupts:
+    left = int(sys.argv[1])
+
+    def find_spec(self, name, path=None, target=None):
+        if sys.excepthook is not sys.__excepthook__:
+            Interrupts.left -= 1
+            if Interrupts.left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+ROOT_PROGRAMS = ("check", "checkpoint", "plan", "rehearse", "runs", "sample", "supervise", "tune")
+SCRIPTS = ("corpus", "eval_tasks", "plot_loss", "prepare_chats", "prepare_data")
+
+
+@pytest.mark.parametrize("at", [2, 20])
+@pytest.mark.parametrize("name", [*ROOT_PROGRAMS, *(f"scripts/{name}" for name in SCRIPTS)])
+def test_ctrl_c_in_the_imports_of_a_program_is_no_traceback(name, at):
+    """train.py keeps it until it can be answered."""
+    command = [sys.executable, "-c", INTERRUPTED, str(at), f"{name}.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT), done.stderr
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_handler_that_is_installed_among_the_imports_stays():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with errors.installed():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with errors.installed():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_destructor_ends_the_program():
+    """Python ignores an exception there, and would go on."""
+    code = "from config import errors\nimport signal\nclass A:\n  def __del__(self):\n    "
+    code += "signal.raise_signal(signal.SIGINT)\n    print('', end='')\nA()\nprint('goes on')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300)  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -242,6 +242,11 @@ def test_what_is_over_cannot_change(corpora, tmp_path):
         "train_tokens 2000 before, 2100 now",
     ]
     assert resumed(run, 5, "").plan == replace(run.plan, path="STEP")
+    file = written(path, [stages[0]], train_tokens=300)
+    with pytest.raises(
+        UserError, match=r"train_tokens\(300\) is less than the 320 tokens that are"
+    ):
+        resumed(run, 5, f"--stages {file}")
     longer = resumed(run, 5, "--steps 40")
     assert (longer.total_steps, longer.plan.train_tokens) == (40, None)
 

@@ -21,7 +21,9 @@ from ranks import ROOT
 from test_prepare_data import prepare, read
 
 from config.errors import UserError
+from config.run_options import TaskFile
 from corpora import text_sources
+from corpora.tasks import read_rows
 
 DOCUMENTS = [f'Grüße {number},\n"x"' for number in range(20)]
 COMPRESSIONS = {
@@ -213,6 +215,7 @@ def test_files_of_other_names_as_text(tmp_path, capsys):
         prepare(tmp_path / "d", folder / "b.js")
 
 
+@pytest.mark.usefixtures("ends")
 def test_pipes_and_links_out_of_a_folder_are_refused_at_once(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
@@ -220,6 +223,12 @@ def test_pipes_and_links_out_of_a_folder_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "b.jsonl")
     with pytest.raises(UserError, match=r"b\.jsonl is a pipe or a device, not a file: give - to"):
         prepare(tmp_path / "c", tmp_path / "b.jsonl")
+    # What reads no standard input does not propose it: arrays, tables and --eval-tasks.
+    os.mkfifo(tmp_path / "b.h5")
+    with pytest.raises(UserError, match=r"b\.h5 is a pipe or a device, not a file$"):
+        prepare(tmp_path / "c", "--tokenizer", "bytes", tmp_path / "b.h5")
+    with pytest.raises(UserError, match=r"b\.jsonl is a pipe or a device, not a file$"):
+        read_rows(TaskFile("b", str(tmp_path / "b.jsonl"), None))
     os.mkfifo(folder / "b.jsonl")
     (folder / "link.txt").symlink_to("a.txt")
     prepare(tmp_path / "c", "--vocab-size", 300, folder)

@@ -127,6 +127,17 @@ def test_a_start_that_has_no_step_to_do_or_is_refused_replaces_nothing(tmp_path)
     log = files.pop(tmp_path / "log.txt")
     printed = train(tmp_path, "--resume auto --lr 1e-2 --steps 6 --micro-batch-size 2")
     assert "options that changed: lr 0.0003 before, 0.01 now" in printed
+    assert "the run is finished: 6 steps, 48 samples are done; a larger --steps or" in printed
+    printed = train(tmp_path, "--resume auto --train-samples 55", shape="--device cpu")
+    assert "48 samples are done, and the 7 that are left are fewer than a batch of 8;" in printed
+    for words, both in (
+        ("--steps 5", "steps(5) is less than the 6 steps"),
+        ("--train-samples 47", "train-samples(47) is less than the 48 samples"),
+    ):
+        printed = train(tmp_path, f"--resume auto {words}", status=2, shape="--device cpu")
+        assert (
+            f"error: {both} that are done in the checkpoint from which the run goes on" in printed
+        )
     train(tmp_path, "--resume auto --steps 9 --optimizer sgd", status=2)
     train(tmp_path, "--resume auto --steps 9 --layers 2 --hidden 8 --heads 2", status=2, shape="")
     assert {path: path.read_bytes() for path in files} == files
