@@ -28,7 +28,7 @@ from checker.shrink import shrink, unsaid
 from checker.thresholds import SMALL
 from config import command_line, validation
 from config.errors import UserError
-from config.schema import Layout
+from config.schema import EMA, Layout
 from distributed.context import start as start_context
 from distributed.launch import Launch
 from distributed.mesh import Mesh
@@ -349,6 +349,12 @@ def test_the_gradient_of_a_tensor_that_attention_uses_names_attention():
     words = [operations(one, (1, "gradient", name), Layout(tp=2, dp=1)) for name in names[1:]]
     assert words[0].startswith("the product with the layer's input, the sum over micro-batches")
     assert words[1].startswith("the backward of attention: positions, mask and softmax, the sum")
+
+
+def test_the_operations_of_an_average_of_weights_are_those_of_the_update_and_its_own():
+    found = operations(Reference([], {}), (1, EMA, "head.weight"), Layout(dp=1))
+    assert "learning rate" in found
+    assert "the average of --ema" in found
 
 
 def test_thresholds_are_where_they_are_said_to_be():
