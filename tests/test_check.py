@@ -21,7 +21,7 @@ from checker.alone import findings
 from checker.causes import explanations, operations, shared, title
 from checker.compare import Reference, Seen, first_difference
 from checker.drawn import drawn
-from checker.layouts import VALUES, cover, name_of, ranks_of, read, some
+from checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
 from checker.recorder import Piece
 from checker.runs import CheckedRun, Worker
 from checker.shrink import shrink, unsaid
@@ -119,6 +119,21 @@ def test_the_layouts_cover_every_pair(tmp_path, words):
     for layout in some(config, 4, 100, "others"):
         missing = [p for p in combinations(settings(layout), 2) if frozenset(p) not in covered]
         assert missing == [], name_of(layout)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("words", [GPT, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_saved_state_is_loaded_in_every_way(tmp_path, words, optimizer, most):
+    """Else a momentum that tensor ranks do not load would be in no layout."""
+    config, _ = small(tmp_path, f"{words} --optimizer {optimizer}")
+    _, going_on = to_resume(config, cover(config, most))
+    assert len(going_on) < 6
+    assert all(ranks_of(layout) <= most for layout in going_on)
+    for axis in AXES:
+        assert any(getattr(layout, axis) > 1 for layout in going_on), axis
+    assert any(layout.zero > 1 for layout in going_on)
+    assert any((layout.ep or 1) > 1 for layout in going_on) == (config.model.experts > 1)
 
 
 def test_a_layout_is_read_as_it_is_written(tmp_path):
@@ -407,7 +422,7 @@ def test_mistakes_are_one_sentence_before_torch(words, sentence):
 
 
 def test_right_layouts_are_equal():
-    """Also what is saved in one layout and goes on in two others."""
+    """Also what is saved in one layout and goes on in others."""
     outcome = fork_one("check.py", "--layouts", "10", "--ranks", "2", timeout=600)
     assert outcome.status == 0, outcome.out + outcome.err
     lines = outcome.out.splitlines()
