@@ -165,12 +165,9 @@ def read_counts(
     elements, so it puts another function in the place of this one, which invents numbers.
     """
     values = across.values(found)
-    sizes = across.size, across.size, within.size
-    parts = []
-    for size in sizes:
-        parts.append(values[:size])
-        values = values[size:]
-    return sent_of(*parts, values)
+    nodes, ranks = across.size, within.size
+    from_nodes, to_ranks = values[nodes : 2 * nodes], values[2 * nodes : 2 * nodes + ranks]
+    return sent_of(values[:nodes], from_nodes, to_ranks, values[2 * nodes + ranks :])
 
 
 def sent_of(
