@@ -49,6 +49,7 @@ with errors.installed("planning needs no other, `pip install numpy`"):
         run_files,
         shapes,
     )
+    from planner.program import Program
     from planner.questions import Answer, Question
 
 
@@ -264,7 +265,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
 
 
 def _machine(
-    name: str, calibration: str | None = None, program: programs.Program | None = None
+    name: str, calibration: str | None = None, program: Program | None = None
 ) -> hardware.Machine:
     """Return the machine of --gpu, and print its note for the user; raise UserError if unknown.
 

@@ -165,9 +165,9 @@ def read_counts(
     elements, so it puts another function in the place of this one, which invents numbers.
     """
     values = across.values(found)
-    nodes, ranks = across.size, within.size
-    from_nodes, to_ranks = values[nodes : 2 * nodes], values[2 * nodes : 2 * nodes + ranks]
-    return sent_of(values[:nodes], from_nodes, to_ranks, values[2 * nodes + ranks :])
+    nodes, both = across.size, 2 * across.size
+    ranks = both + within.size
+    return sent_of(values[:nodes], values[nodes:both], values[both:ranks], values[ranks:])
 
 
 def sent_of(

@@ -36,7 +36,7 @@ UNEVEN = 0.3
 ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded
 
 
-class Ranks(NamedTuple):
+class ChosenRanks(NamedTuple):
     """Some pipeline ranks of every row, among them the slowest and the fullest: (rows, ranks).
 
     Of the ranks whose stages hold the same, the first and the last are chosen. rank: the rank's
@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
     tied: np.ndarray
 
     @classmethod
-    def of(cls, table: Table) -> "Ranks":
+    def of(cls, table: Table) -> "ChosenRanks":
         """Return the fields of this class for a table's rows: arrays of the shape (rows, ranks).
 
         A few ranks of each row are chosen, among them the slowest and the fullest. Ways with the
@@ -88,7 +88,7 @@ class Ranks(NamedTuple):
 
 
 def _chosen_ranks(job: Job) -> list[tuple[int, ...]]:
-    """Return the fields of `Ranks` for some pipeline ranks of a way, a tuple for each rank.
+    """Return the fields of `ChosenRanks` for some pipeline ranks of a way, a tuple for each rank.
 
     Among ranks whose stages have the same blocks, embedding and head, the first and the last are
     chosen: the first keeps the most activations, the last waits longest for its first input.
@@ -113,15 +113,17 @@ def _chosen_ranks(job: Job) -> list[tuple[int, ...]]:
 class ClosedForm:
     """The seconds and bytes of every row of a table, for any number of recomputed blocks."""
 
-    def __init__(self, table: Table, ranks: Ranks | None = None):
+    def __init__(self, table: Table, ranks: ChosenRanks | None = None):
         """Keep a table and the chosen ranks of its rows; ranks: None to choose them now."""
         self.table = table
         self.job = table.job
-        self.ranks = ranks or Ranks.of(table)
+        self.ranks = ranks or ChosenRanks.of(table)
 
     def of_rows(self, rows: np.ndarray) -> "ClosedForm":
         """Return an object like this for some of the table's rows; rows: their indices."""
-        return ClosedForm(self.table.of_rows(rows), Ranks(*(column[rows] for column in self.ranks)))
+        return ClosedForm(
+            self.table.of_rows(rows), ChosenRanks(*(column[rows] for column in self.ranks))
+        )
 
     # ---- Bytes --------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class Ranked(NamedTuple):
     priced: Layout
 
 
-class Answer(NamedTuple):
+class Ranking(NamedTuple):
     """The planner's answer.
 
     ranked: layouts that fit, the fastest first. rejected: layouts that cannot run, with reasons.
@@ -80,7 +80,7 @@ def rank(
     most: float = math.inf,
     plain: bool = False,
     every: bool = False,
-) -> Answer:
+) -> Ranking:
     """Return the layouts on the GPUs of a question, the fastest first, and the rejected layouts.
 
     For each tp, pp and micro-batch the fastest layout without risk is ranked. Risky layouts, whose
@@ -106,7 +106,7 @@ def _rank_auto(
     accepted: float,
     most: float,
     plain: bool,
-) -> Answer:
+) -> Ranking:
     """Return the result of `rank` with --schedule auto: ranked with 1F1B, then each with its own.
 
     A layout must be one that train.py accepts with `auto`.
@@ -129,11 +129,11 @@ def _rank_named(
     most: float,
     plain: bool,
     every: bool = False,
-) -> Answer:
+) -> Ranking:
     """Return the result of `rank` for schedules with a name."""
     table, rejected = every_layout(asked)
     if table is None:
-        return Answer([], rejected, 0, [])
+        return Ranking([], rejected, 0, [])
     search = _Search(table, accepted, refusal)
     if every:
         ranked = search.every_row(most)
@@ -144,7 +144,7 @@ def _rank_named(
     rejected += search.rejected(every)
     # This comes last, because `fastest` replaces `left_out`, which was read above.
     plain_lines = search.fastest(1, table.is_plain()) if plain else []
-    return Answer(ranked, rejected, slower, plain_lines[:1])
+    return Ranking(ranked, rejected, slower, plain_lines[:1])
 
 
 def leanest(

@@ -47,7 +47,7 @@ class Action(NamedTuple):
 NOTHING = -1  # the entry in `Numbered.awaited` of an action that waits for no other rank
 
 
-class Pipeline:
+class PipelineGraph:
     """The stages of a pipeline, and what each action waits for.
 
     It is the part that `Schedule` and `Numbered` have in common. `rank_of[s]` is the rank that
@@ -108,7 +108,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Numbered(Pipeline):
+class Numbered(PipelineGraph):
     """A schedule whose actions are numbers, for loops over many actions, as in a simulation.
 
     All actions are numbered by kind (in the order of `kinds`, a part of FBW), then by
