@@ -278,7 +278,7 @@ def encode_tasks(files: Sequence[TaskFile], text: Text, length: int) -> TaskSet:
                 of_row.append(numbers[key])
             texts = [continuation for _, continuation in choices.pairs]
             lengths = tuple(max(1, len(each.lstrip().encode())) for each in texts)
-            sizes = tuple(len(each.encode()) for each in texts)
+            sizes = tuple(len(_split(*pair)[1].encode()) for pair in choices.pairs)
             rows.append(TaskRow(tuple(of_row), choices.answers, lengths, sizes))
         found.tasks.append(Task(file.name, rows))
         note = f"task {file.name}: {len(rows):,} rows of {file.path}"
@@ -296,11 +296,7 @@ def _requests(rows: Sequence[Choices], text: Text) -> Iterator[ScoringRequest]:
             for context, continuation in row.pairs:
                 yield _of_numbers(context, continuation, text, row.place)
         return
-    pairs = []  # the contexts without the white space at their ends, which goes to what follows
-    for row in rows:
-        for context, continuation in row.pairs:
-            kept = context.rstrip()
-            pairs.append((kept, context[len(kept) :] + continuation))
+    pairs = [_split(*pair) for row in rows for pair in row.pairs]
     wholes = encoder.prompts([context + continuation for context, continuation in pairs])
     names = sorted({context for context, _ in pairs if context})
     starts = dict(zip(names, map(len, encoder.prompts(names)), strict=True))
@@ -321,6 +317,15 @@ def _requests(rows: Sequence[Choices], text: Text) -> Iterator[ScoringRequest]:
         if max(ids) >= text.vocab_size:
             raise UserError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
         yield ScoringRequest(ids, start)
+
+
+def _split(context: str, continuation: str) -> tuple[str, str]:
+    """Return the text before what is scored and what is scored.
+
+    The white space that ends the context is scored with the continuation, as in lm_eval.
+    """
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
 
 
 def _of_numbers(context: str, continuation: str, text: Text, place: str) -> ScoringRequest:

@@ -165,12 +165,9 @@ def read_counts(
     elements, so it puts another function in the place of this one, which invents numbers.
     """
     values = across.values(found)
-    sizes = across.size, across.size, within.size
-    parts = []
-    for size in sizes:
-        parts.append(values[:size])
-        values = values[size:]
-    return sent_of(*parts, values)
+    nodes, both = across.size, 2 * across.size
+    ranks = both + within.size
+    return sent_of(values[:nodes], values[nodes:both], values[both:ranks], values[ranks:])
 
 
 def sent_of(

@@ -149,6 +149,29 @@ def test_without_a_tokenizer_texts_are_numbers(tmp_path):
         tasks.encode_tasks([TaskFile("t", str(path), None)], Text(None, 6), 3)
 
 
+def test_bits_are_divided_by_the_bytes_of_all_that_is_scored(tmp_path):
+    """Also by the white space that ends the context, which is scored with the continuation."""
+    path = tmp_path / "t.jsonl"
+    texts = [("1 ", "é"), ("1 \n", "é"), ("1", " é"), (" ", "é"), ("1 ", "")]
+    rows = [{"context": begin, "continuations": [end], "answer": 0} for begin, end in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    class Bytes:
+        begin, end = (), 0
+
+        def prompts(self, texts):
+            return [list(text.encode()) for text in texts]
+
+    text = Text(None, 256)
+    text.encoder = Bytes()
+    found = tasks.encode_tasks([TaskFile("t", str(path), None)], text, 9)
+    [task] = found.tasks
+    scored = [found.requests[row.requests[0]] for row in task.rows]
+    assert [len(request.ids) - request.start for request in scored] == [3, 4, 3, 3, 1]
+    assert [row.bytes for row in task.rows] == [(3,), (4,), (3,), (3,), (1,)]
+    assert [row.lengths for row in task.rows] == [(2,), (2,), (2,), (2,), (1,)]
+
+
 @given(
     st.lists(st.integers(2, 17), max_size=60),
     st.sampled_from([1, 2, 6]),
