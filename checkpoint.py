@@ -12,6 +12,7 @@ checkpointing/ has the format, and how a run saves and loads.
 import argparse
 import math
 import os
+import shlex
 import signal
 import sys
 from typing import Any
@@ -123,7 +124,8 @@ def run_command(arguments: list[str]) -> None:
 
         import_weights(options.source, options.target, lambda line: print(printable(line)))
         print(f"weights of {options.source} are in {options.target}, their shape in its run.json;")
-        print(f"to begin training with them: --resume {options.target} --load-weights-only")
+        resume = f"--resume {shlex.quote(options.target)} --load-weights-only"
+        print(f"to begin training with them: {resume}")
         return
     if options.command == "export" and not options.shard_gb > 0:
         raise UserError(f"--shard-gb {options.shard_gb:g}: a file needs more than 0 bytes")

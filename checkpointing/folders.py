@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -92,10 +93,10 @@ def _what_is_there(folder: str) -> str:
     If the folder has weights of Hugging Face, the text names the command that imports them.
     """
     if not os.path.isdir(folder):
-        return "there is no such folder"
+        return "it is a file" if os.path.lexists(folder) else "there is no such folder"
     names = os.listdir(folder)
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
-        command = f"python checkpoint.py import --from hf {folder} NEW_FOLDER"
+        command = f"python checkpoint.py import --from hf {shlex.quote(folder)} NEW_FOLDER"
         return f"it has weights of Hugging Face; `{command}` makes one of it"
     return f"it has no {MANIFEST}"
 

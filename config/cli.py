@@ -76,17 +76,25 @@ class Parser(argparse.ArgumentParser):
         if unknown:  # the first option among them is the mistake, or the first word
             words = unknown[1].split()
             name = next((word for word in words if word.startswith("--")), words[0])
-            message += nearest(name.partition("=")[0], self._known_flags(), at_least=0.8)
+            message += self._proposal(name.partition("=")[0])
         raise UserError(message + "; see --help" * ("are required" in message))
 
-    def _known_flags(self) -> list[str]:
-        """Return the flags of this parser and of its commands."""
-        flags = list(self._option_string_actions)
+    def _proposal(self, flag: str) -> str:
+        """Return the end of a message about an unknown flag: whose it is, or one that is like it.
+
+        A program with commands gets such a message, and not the command's parser.
+        """
+        commands: dict[str, Parser] = {}
         for action in self._actions:
             if isinstance(action.choices, dict):  # the parsers of commands, by name
-                for parser in action.choices.values():
-                    flags += parser._option_string_actions
-        return flags
+                commands |= action.choices
+        owners = [name for name, its in commands.items() if flag in its._option_string_actions]
+        if owners:
+            return f"; it is an option of {', '.join(owners)}"
+        flags = dict.fromkeys(self._option_string_actions)
+        for parser in commands.values():
+            flags |= dict.fromkeys(parser._option_string_actions)
+        return nearest(flag, flags, at_least=0.8)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but raise UserError for an empty text, as in --resume "$UNSET".

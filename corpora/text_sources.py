@@ -26,6 +26,7 @@ import itertools
 import json
 import lzma
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -181,7 +182,7 @@ def check_lines(path: Path, key: str | None = None) -> None:
     also = "" if each != "." else ", or by '.KEY[]' in place of . if KEY has them"
     raise UserError(
         f"{path} is one JSON value: make a line of each of its records, as by "
-        f"{cat} {path.name} | jq -c {each} > {lines}{also}"
+        f"{cat} {shlex.quote(path.name)} | jq -c {each} > {shlex.quote(lines)}{also}"
     )
 
 

@@ -20,6 +20,7 @@ import array
 import contextlib
 import hashlib
 import os
+import shlex
 import stat
 import struct
 import weakref
@@ -289,7 +290,7 @@ def _missing(path: str) -> str:
     )
     if of_pair != prefix and os.path.exists(f"{of_pair}.idx"):
         return f"{text}: give {of_pair}"
-    source = prefix if os.path.exists(prefix) else "TEXTS"
+    source = shlex.quote(prefix) if os.path.exists(prefix) else "TEXTS"
     return f"{text}, which `python scripts/prepare_data.py --out PREFIX {source}` writes"
 
 

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from config.cli import check_decoded
 from config.errors import UserError
 from config.paths import write_file
 from planner.hardware import Machine
@@ -31,6 +32,7 @@ def write(path: str, machine: Machine, gpus: int, seconds: float, words: Sequenc
 
     seconds: the longest that a step may take. words: train.py's, with what the user gave.
     """
+    check_decoded("--sbatch", path)  # the file names itself
     nodes = math.ceil(gpus / machine.node)
     if gpus % nodes:
         raise UserError(
@@ -39,7 +41,7 @@ def write(path: str, machine: Machine, gpus: int, seconds: float, words: Sequenc
     tasks = gpus // nodes
     on_cpu = machine.device == "CPU"
     requests = {
-        "job-name": Path(path).stem,
+        "job-name": shlex.quote(Path(path).stem),
         "nodes": nodes,
         "ntasks-per-node": tasks,
         "gpus-per-node": tasks,
@@ -49,7 +51,8 @@ def write(path: str, machine: Machine, gpus: int, seconds: float, words: Sequenc
         requests["cpus-per-task"] = 1
     text = TEMPLATE.read_text()
     for name, value in requests.items():
-        text = re.sub(rf"(?m)^#SBATCH --{name}=.*$", f"#SBATCH --{name}={value}", text)
+        line = f"#SBATCH --{name}={value}"
+        text = re.sub(rf"(?m)^#SBATCH --{name}=.*$", lambda found, line=line: line, text)
     if on_cpu:
         text = re.sub(r"(?m)^#SBATCH --gpu.*\n", "", text)
     else:  # a run is rehearsed before its ranks are started

@@ -18,6 +18,7 @@ Arrays of seconds have a first axis with an entry for each cause: PLACE gives th
 A pass is one action of the schedule on a rank: the forward or backward of a micro-batch in a stage.
 """
 
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -493,7 +494,7 @@ def _table(data: dict[str, Any]) -> str:
     text.append(f"the named causes are {data['closure']:.1%} of the step")
     if data["unknown"] is not None:
         text.append(f"note: {data['unknown']}")
-    text.append(f"other layouts: python plan.py layouts --config {data['run']}")
+    text.append(f"other layouts: python plan.py layouts --config {shlex.quote(data['run'])}")
     return "\n".join(text)
 
 

@@ -213,7 +213,7 @@ def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layo
     longest = chosen.prediction.interval[1]
     words = _words_of_train(question, chosen.layout)
     batch_file.write(question.options.sbatch, question.machine, question.gpus, longest, words)
-    where = question.options.sbatch
+    where = shlex.quote(question.options.sbatch)
     what = _words(chosen.layout, question)
     return f"written: {where}, for {what}; in the repository: sbatch {where}"
 

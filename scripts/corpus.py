@@ -28,7 +28,7 @@ with errors.installed():
     import numpy as np
 
     from checkpointing.resumed import inherited_options
-    from config.cli import Parser
+    from config.cli import Parser, check_decoded
     from config.command_line import parse_request
     from config.errors import UserError, exit_with, printable
     from config.paths import check_folder
@@ -49,6 +49,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 def check_out(prefix: str, example: str = "data/books") -> None:
     """UserError unless files PREFIX.* can be written."""
+    check_decoded("--out", prefix)
     if not os.path.basename(prefix):
         raise UserError(f"--out {prefix} is a folder: name a prefix in it, as {example}")
     check_folder("the folder of --out,", os.path.dirname(prefix) or ".")

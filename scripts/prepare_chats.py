@@ -17,6 +17,7 @@ A template that came with a model is a program: it runs in a process with limits
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -282,7 +283,8 @@ def write(options: argparse.Namespace) -> str:
         )
     return (
         f"{options.out}: {writer.documents:,} conversations, {writer.tokens:,} tokens, "
-        f"{counts.learned:,} of answers{note}\ntrain with: --data {options.out} --answers-only "
+        f"{counts.learned:,} of answers{note}\ntrain with: --data {shlex.quote(options.out)} "
+        f"--answers-only "
         f"{resets}--eod-token {encoder.end} --vocab-size {encoder.vocab_size}"
     )
 

@@ -19,6 +19,7 @@ goes on from there. Ctrl-C ends with status 75.
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import sysconfig
@@ -311,7 +312,7 @@ def _summary(
         made += f", {len(copied['bad'])} bad ({options.out}.bad.txt)"
     if pair.forced:
         made += f"; {pair.forced} cuts of long documents where a token may differ"
-    return f"{made}\ntrain with: --data {options.out} --vocab-size {vocab_size}"
+    return f"{made}\ntrain with: --data {shlex.quote(options.out)} --vocab-size {vocab_size}"
 
 
 if __name__ == "__main__":

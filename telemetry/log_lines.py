@@ -9,6 +9,7 @@ telemetry/log.py calls these functions.
 
 import math
 import os
+import shlex
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -332,6 +333,6 @@ def summary(
         losses,
     ]
     if os.path.exists(os.path.join(out, "times.jsonl")):  # a run of few steps measures none
-        lines.append(f"where the time of a step goes: python plan.py gap {out}")
+        lines.append(f"where the time of a step goes: python plan.py gap {shlex.quote(out)}")
     lines.append(files)
     return "\n".join(lines)

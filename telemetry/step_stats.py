@@ -16,6 +16,7 @@ and NCCL's communicators. telemetry/log.py prints the table in the run's summary
 
 import math
 import resource
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -298,9 +299,8 @@ def table(config: Config, device: str, before: list[StepStats], after: list[Step
     outside = outside_per_stage(after, config.layout)
     if outside:
         columns["outside"] = outside
-    lines = [
-        f"peak memory of a rank, MB ({kind}); by part: plan.py stages --config {config.run.out}"
-    ]
+    command = f"python plan.py stages --config {shlex.quote(config.run.out)}"
+    lines = [f"peak memory of a rank, MB ({kind}); by part: {command}"]
     lines.append("stage" + "".join(f"{name:>12}" for name in columns))
     for stage, values in enumerate(zip(*columns.values(), strict=True)):
         lines.append(f"{stage:5}" + "".join(f"{value / MEGABYTE:12.1f}" for value in values))

@@ -57,6 +57,21 @@ def test_the_file_of_a_plan_asks_for_what_its_layout_needs(tmp_path):
     assert {name: getattr(layout, name) for name in names} == {name: chosen[name] for name in names}
 
 
+def test_a_file_may_have_any_name_that_can_be_written_into_it(tmp_path):
+    path = tmp_path / r"my \1 run.slurm"
+    words = ["layouts", *MODEL.split(), "--gpu", "a100-40", "--nodes", "1", "--sbatch"]
+    found = plan.ask([*words, str(path)])
+    assert shlex.split(found.text.splitlines()[-1])[-1] == str(path)
+    text = path.read_text()
+    assert asked_of_slurm(text)["job-name"] == shlex.quote(path.stem)
+    (line,) = re.findall("^.*OUT=.*OUT:-.*$", text, re.MULTILINE)
+    shown = start(["bash", "-c", f'{line}\nprintf %s "$OUT"'])
+    assert shown.out == f"runs/{path.stem}"
+    with pytest.raises(UserError, match="--sbatch has bytes that are not utf-8"):
+        plan.ask([*words, str(tmp_path / "\udce9.slurm")])
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_what_the_user_gave_stays_and_a_slow_step_is_told_earlier(tmp_path):
     path = tmp_path / "slow.slurm"
     line = f"layouts --model gpt3-175b --gpu a100-80 --nodes 8 --sbatch {path} --out runs/mine"

@@ -81,6 +81,10 @@ def test_a_changed_pair_is_seen(tmp_path, capsys):
         ("split c --out d --shares x", "three shares"),
         ("show c --seq-length 0", r"--seq-length\(0\)"),
         ("verify missing", "missing.idx does not exist"),
+        (
+            "merge c --out e\udce9",
+            r"--out has bytes that are not utf-8, 'e.udce9': write it in UTF-8",
+        ),
         ("merge c wide --out e", r"different types: .*c uint16, .*wide int32"),
     ],
 )

@@ -3,6 +3,7 @@ earlier run without a word, or go on with options that the run did not have.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,22 @@ def test_a_start_that_has_no_step_to_do_or_is_refused_replaces_nothing(tmp_path)
     assert {path: path.read_bytes() for path in files} == files
     assert (tmp_path / "log.txt").read_bytes().startswith(log)
     assert not list(tmp_path.glob("*.1"))
+
+
+def test_printed_commands_can_be_typed_with_any_name(tmp_path):
+    out = tmp_path / "a run's folder"
+    printed = train(out, "--steps 2")
+    (line,) = [line for line in printed.splitlines() if "by part: python plan.py" in line]
+    assert shlex.split(line.partition("by part: ")[2])[-2:] == ["--config", str(out)]
+    (tmp_path / "hf dir").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf dir" / name).touch()
+    with pytest.raises(UserError) as caught:
+        folders.read_manifest(str(tmp_path / "hf dir"))
+    command = str(caught.value).split("`")[1]
+    assert shlex.split(command)[-2:] == [str(tmp_path / "hf dir"), "NEW_FOLDER"]
+    with pytest.raises(UserError, match=r"run.json is not a complete checkpoint: it is a file$"):
+        folders.read_manifest(str(out / "run.json"))
 
 
 def test_a_resume_with_another_batch_size_has_the_rate_of_what_is_consumed(tmp_path):
