@@ -51,8 +51,8 @@ def write(path: str, machine: Machine, gpus: int, seconds: float, words: Sequenc
         requests["cpus-per-task"] = 1
     text = TEMPLATE.read_text()
     for name, value in requests.items():
-        line = f"#SBATCH --{name}={value}"
-        text = re.sub(rf"(?m)^#SBATCH --{name}=.*$", lambda found, line=line: line, text)
+        line = f"#SBATCH --{name}={value}".replace("\\", r"\\")  # re.sub reads escapes
+        text = re.sub(rf"(?m)^#SBATCH --{name}=.*$", line, text)
     if on_cpu:
         text = re.sub(r"(?m)^#SBATCH --gpu.*\n", "", text)
     else:  # a run is rehearsed before its ranks are started
