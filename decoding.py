@@ -23,7 +23,7 @@ from corpora.text import SAMPLE_TOKENS, prompts_of_run
 from model import Embedding
 from parallel import ParamFactory
 from pipeline import Pipeline
-from rotary import switch_length
+from rotary import text_switch
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Decoder:
         self.model = model
         self.slopes = local_slopes(model, factory) if model.positions == "alibi" else None
         # The tokens from which on a longer text has other rotary tables, and so other keys.
-        self.switch = switch_length(model, model.attention_of(0))
+        self.switch = text_switch(model)
 
     @torch.no_grad()
     def generate(

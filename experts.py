@@ -9,7 +9,9 @@ capacity. The experts of a block are split over the `ep` ranks of Mesh.experts, 
 tensor parallelism does not cut them. Without sequence parallelism the tensor ranks hold the same
 tokens, so each of them sends its share of the tokens. The weighted sum is taken on the rank that
 owns the token, in the order of the expert numbers. So neither the choice nor the order of any sum
-depends on the layout, but for the rounding of the matrix products.
+depends on the layout, but for the rounding of the matrix products. If the ranks of `ep` are on
+several nodes, a token with many experts is sent once to a node, and its sum is taken on each node
+first (distributed/node_dispatch.py, which says when).
 
 A row is one token at one of its k experts. Shapes: s sequence, b samples, h hidden, T = tokens of
 this rank, E experts of a block, k experts for each token, f width of an expert, n rows that have
@@ -29,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.schema import ModelShape
-from distributed import token_exchange
+from distributed import node_dispatch, token_exchange
 from distributed.collectives import reduce_from_tp
 from distributed.token_exchange import (
     Exchange,
@@ -326,12 +328,17 @@ class ExpertMLP(nn.Module):
         """
         places = torch.arange(start, start + len(x), device=x.device)
         experts, weights, counts = self.router(x, places, samples, chosen_experts)
+        mesh = self.factory.mesh
+        if mesh.experts_across.size > 1:  # experts are on several nodes: one copy to each of them
+            groups = mesh.experts_across, mesh.experts_within
+            choice = experts, weights, counts
+            return node_dispatch.run_experts(x, choice, groups, self.held_experts)
         # Before sorting, row i is for token i // k. If experts is [[0, 2], [0, 1]], for two tokens
         # with k = 2, order is [0, 2, 3, 1]: rows 0 and 2 go to expert 0, 3 to 1, and 1 to 2.
         order = experts.flatten().argsort(stable=True)
         back = inverse(order)
         rows = Repeat.apply(x, order, back, self.experts_per_token)
-        group = self.factory.mesh.experts
+        group = mesh.experts
         if group.size == 1:  # this rank holds all experts
             counts_on_host = token_exchange.counts_on_host(group, counts, len(rows))
             rows = self.held_experts(rows, counts_on_host)

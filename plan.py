@@ -49,6 +49,7 @@ with errors.installed("planning needs no other, `pip install numpy`"):
         run_files,
         shapes,
     )
+    from planner.program import Program
     from planner.questions import Answer, Question
 
 
@@ -165,7 +166,7 @@ def ask(arguments: list[str]) -> Answer:
     if arguments[:1] == ["compare"] and not {"-h", "--help"} & set(arguments):
         return _compared(arguments[1:])
     # The words in `rest` are not the planner's: they belong to train.py, or are unknown.
-    options, rest = parser().parse_known_args(arguments)
+    options, rest = parser(arguments[0] if arguments else None).parse_known_args(arguments)
     name = options.question
     if rest and name not in QUESTIONS:
         raise UserError(f"unknown argument {rest[0]!r}: see plan.py {name} --help")
@@ -264,7 +265,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
 
 
 def _machine(
-    name: str, calibration: str | None = None, program: programs.Program | None = None
+    name: str, calibration: str | None = None, program: Program | None = None
 ) -> hardware.Machine:
     """Return the machine of --gpu, and print its note for the user; raise UserError if unknown.
 
@@ -318,7 +319,7 @@ def _compared(arguments: list[str]) -> Answer:
                 raise UserError(f"compare: {side!r}: {error}") from None
         elif not run_files.is_source(side):
             raise UserError(f"compare: {side!r} is neither flags nor a run's folder")
-        options, rest = parser().parse_known_args(["compare", "A", "B", *shared, *words])
+        options, rest = parser("compare").parse_known_args(["compare", "A", "B", *shared, *words])
         if not is_flags and not options.gpu:
             raise UserError(f"compare: which machine is {side} to be priced on? give --gpu NAME")
         asked.append(question_of(options, rest))
@@ -339,11 +340,12 @@ def _submitted(jobs: str) -> str:
     return done.stdout.strip()
 
 
-def parser() -> ArgumentParser:
+def parser(asked: str | None = None) -> ArgumentParser:
     """Return the parser of the planner's own flags, with a subcommand for each question.
 
     The questions in QUESTIONS also take train.py's options, which this parser leaves unparsed;
-    --help lists them.
+    --help lists them. asked: a question in QUESTIONS whose flags alone are needed, since to make
+    those of all takes a while; any other word: all.
     """
     found = Parser(
         prog="plan.py",
@@ -362,6 +364,8 @@ def parser() -> ArgumentParser:
     options = options_help("model", "layout", "training")
     for name, kind in QUESTIONS.items():
         own = command(name, kind.text, formatter_class=form, epilog=options)
+        if asked in QUESTIONS and name != asked:
+            continue
         if name == "compare":
             own.add_argument("sides", nargs=2, metavar="A|B", help="flags in quotes, or a run")
         flags.add(own, kind.flags)

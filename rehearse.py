@@ -37,8 +37,8 @@ from emulator import device_guard
 from planner import auto_schedule, hardware
 
 MOST_RANKS = 1_000_000  # largest --gpus
-LINES = 4  # the number of lines that Progress prints after its first line, if nothing takes long
-SILENCE = 15.0  # seconds after which Progress prints a line although no further quarter has ended
+LINES = 4  # lines that RankProgress prints after its first, if nothing takes long
+SILENCE = 15.0  # seconds after which RankProgress prints a line without a further quarter
 
 
 def main(arguments: list[str]) -> int:
@@ -89,14 +89,14 @@ def _rehearse(arguments: list[str]) -> int:
     )
     ranks = len(rehearsal.ranks_of(case))
     with rehearsal.processes(ranks, machine.device) as pool:
-        run = rehearsal.rehearse(case, pool, Progress(ranks))
+        run = rehearsal.rehearse(case, pool, RankProgress(ranks))
     answer = answers.of(run, machine)
     print(answer.text)
     write_file(options.json, json.dumps(answer.data, indent=1))
     return 1 if answer.data["finding"] else 0
 
 
-class Progress:
+class RankProgress:
     """Prints to standard error how many of `total` ranks have ended, and since when it works.
 
     There is a line for each quarter of the ranks, and one after SILENCE seconds without a line: the

@@ -65,6 +65,16 @@ def switch_length(model: ModelShape, block: BlockAttention) -> int | None:
     return int(numbers[0])
 
 
+def text_switch(model: ModelShape) -> int | None:
+    """Return the tokens from which on a longer text has other rotary tables in some block, or None.
+
+    It is one number: config/validation.py refuses blocks that differ in it.
+    """
+    blocks = (model.attention_of(block) for block in range(model.layers))
+    limits = [switch_length(model, block) for block in blocks]
+    return next((limit for limit in limits if limit is not None), None)
+
+
 def rotary_tables(
     model: ModelShape, block: BlockAttention, length: int | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from data import Batch, first_of_micro_batch
 from distributed.collectives import MAX
 from parallel import ParamFactory
 from pipeline import Pipeline
-from rotary import switch_length
+from rotary import text_switch
 
 
 class Scorer:
@@ -41,10 +41,8 @@ class Scorer:
         self.layout = config.layout
         self.tasks = tasks
         model = config.model
-        blocks = {model.attention_of(block) for block in range(model.layers)}
-        limits = [switch_length(model, block) for block in blocks]
         # With longrope, the tokens of the longest text that has the short factors.
-        self.limit = max((limit for limit in limits if limit is not None), default=None)
+        self.limit = text_switch(model)
         self.at_once = self.layout.micro_batch_size * self.layout.dp
         self.packed = pack(tasks.requests, model.seq_length, self.at_once, self.limit)
         digest = tasks.digest

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from checker.compare import Difference, Part, Reference
+from checker.compare import Difference, Reference, TensorPart
 from checker.recorder import AFTER, GRADIENT, IN_USE, Key, without_call
 from config.schema import Layout
 
@@ -199,9 +199,9 @@ def _of_sums(reference: Reference, difference: Difference, layout: Layout) -> It
             )
 
 
-def _groups(difference: Difference, axis: str) -> list[list[Part]]:
+def _groups(difference: Difference, axis: str) -> list[list[TensorPart]]:
     """Return the parts of ranks that differ along an axis only and should be equal."""
-    found: dict[tuple, list[Part]] = {}
+    found: dict[tuple, list[TensorPart]] = {}
     for part in difference.parts:
         others = tuple(p for name, p in part.place.items() if name != axis)
         where = tuple(place.tobytes() for place in part.piece.place)
@@ -280,7 +280,7 @@ def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> I
         yield f"that of the step before is still in it: not cleared{times}"
 
 
-def _at(whole: np.ndarray, part: Part) -> Any:
+def _at(whole: np.ndarray, part: TensorPart) -> Any:
     """Return what a tensor has in the place of a part; None if the part is cut."""
     place = part.piece.place
     if part.piece.is_parameter:
@@ -387,7 +387,7 @@ def _of_terms(reference: Reference, difference: Difference, layout: Layout) -> I
             return
 
 
-def _place(part: Part) -> tuple[tuple[str, int], ...]:
+def _place(part: TensorPart) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(part.place.items()))
 
 

@@ -48,7 +48,7 @@ from config.errors import UserError, exit_with
 from config.paths import check_folder
 from config.run_options import Run
 from distributed.launch import Launch, discover
-from distributed.local_ranks import Place, environment_of_rank, free_port
+from distributed.local_ranks import RankPlace, environment_of_rank, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 # The shares of --minutes that a part may take. What is not used is left to the others.
@@ -308,7 +308,7 @@ class Agent:
         status: int | None = 0
         if context.rank in ranks:
             nodes = [context.nodes[rank] for rank in ranks]
-            own = Place(ranks.index(context.rank), nodes, address, port)
+            own = RankPlace(ranks.index(context.rank), nodes, address, port)
             variables = environment_of_rank(own, str(ROOT))
             path = self.out / "logs" / f"{name}-{context.rank}.txt"
             with open(path, "w") as log:

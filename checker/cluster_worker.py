@@ -21,8 +21,8 @@ from checker.bandwidth import columns, line_rate, slow_links
 from checker.compare import Reference
 from checker.engine import Outcome, difference_of
 from checker.report import verdict, what
-from checker.runs import Job, Worker
-from checker.timed_collectives import Plan, World, check_sum, measure, pair_scan
+from checker.runs import CheckedRun, Worker
+from checker.timed_collectives import Plan, RankGroups, check_sum, measure, pair_scan
 from config import command_line, validation
 from config.errors import UserError, sentences
 from config.run_options import Run
@@ -44,7 +44,7 @@ def network(context: Context, folder: Path, options: dict[str, Any]) -> None:
     here = context.local.size
     nodes = list(dict.fromkeys(context.nodes))
     tp = here if len(nodes) > 1 and context.size == here * len(nodes) else 1
-    world = World(context, Layout(tp=tp, pp=1, dp=context.size // tp))
+    world = RankGroups(context, Layout(tp=tp, pp=1, dp=context.size // tp))
     check_sum(world)
     rate: tuple[float, str] | None = line_rate()
     if options["line_rate"]:
@@ -128,7 +128,7 @@ def compare(launch: Launch, folder: Path, options: dict[str, Any]) -> None:
     expected: list[Any] = [None, None]
     if launch.rank == 0:
         alone = dataclasses.replace(config, layout=dataclasses.replace(config.layout, dp=1))
-        one = Worker(looks_alone=False)(start(Launch("python"), plain), Job(alone))
+        one = Worker(looks_alone=False)(start(Launch("python"), plain), CheckedRun(alone))
         reference = Reference(one.pieces, one.aliases, config.training.precision)
         expected = [dataclasses.replace(one, pieces=[]), reference]
     context = start(launch, plain)
@@ -138,7 +138,7 @@ def compare(launch: Launch, folder: Path, options: dict[str, Any]) -> None:
         outcomes = []
         began = time.monotonic()
         for number, layout in enumerate(chosen(config, context.size), 1):
-            job = Job(dataclasses.replace(config, layout=layout), number=number)
+            job = CheckedRun(dataclasses.replace(config, layout=layout), number=number)
             answers: list[Any] = [None] * context.size
             dist.all_gather_object(answers, Worker(reference)(context, job))
             if context.rank:

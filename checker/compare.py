@@ -23,7 +23,7 @@ FLOOR = 1e-4  # of the tolerance
 
 
 @dataclass
-class Part:
+class TensorPart:
     """A piece that a rank has, and what one rank has there. place: the rank's on each axis."""
 
     rank: int
@@ -44,7 +44,7 @@ class Difference:
     """
 
     key: Key
-    parts: list[Part]
+    parts: list[TensorPart]
     last_equal: Key | None
     differ: int = 0
     compared: int = 0
@@ -56,7 +56,7 @@ class Difference:
         return max((part.off for part in self.parts), default=float("inf"))
 
     @property
-    def wrong(self) -> list[Part]:
+    def wrong(self) -> list[TensorPart]:
         """The pieces that differ."""
         return [part for part in self.parts if part.differs]
 
@@ -172,7 +172,7 @@ class Seen:
     """
 
     offs: dict[Key, float]
-    parts: list[Part]
+    parts: list[TensorPart]
 
     @classmethod
     def by(cls, reference: Reference, pieces: list[Piece], tp: int, mesh: Any) -> "Seen":
@@ -202,7 +202,7 @@ class Seen:
             if expected is not None:
                 off = reference.off(piece.key, piece.values, expected)
                 wrong = not off <= reference.tolerance
-                parts.append(Part(mesh.rank, mesh.place, piece, expected, off, wrong))
+                parts.append(TensorPart(mesh.rank, mesh.place, piece, expected, off, wrong))
         return cls(offs, parts)
 
 

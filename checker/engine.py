@@ -18,7 +18,7 @@ from typing import Any
 from checker.compare import Difference, Reference, first_difference
 from checker.layouts import ranks_of
 from checker.ranks import Failure, Worlds
-from checker.runs import Answer, Job, Worker
+from checker.runs import CheckedRun, RunAnswer, Worker
 from config.errors import UserError
 from config.schema import Config, Layout
 
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def difference_of(
-    reference: Reference, one: Answer, answers: list[Answer], begin: int = 0
+    reference: Reference, one: RunAnswer, answers: list[RunAnswer], begin: int = 0
 ) -> Difference | None:
     """Return what of a layout's run is not one rank's, or None.
 
@@ -65,7 +65,9 @@ def difference_of(
     return difference
 
 
-def _others(reference: Reference, one: Answer, answers: list[Answer], begin: int) -> Iterator[str]:
+def _others(
+    reference: Reference, one: RunAnswer, answers: list[RunAnswer], begin: int
+) -> Iterator[str]:
     """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
     first, most = answers[0], reference.tolerance
     for name, loss in one.evaluated.items():
@@ -93,7 +95,7 @@ class Engine:
         self.at_once, self.seconds = at_once, seconds
         self.plain = dataclasses.replace(config.run, watchdog=False, bind_cores=False)
         self.number = 0  # of the jobs so far
-        self.one: Answer | None = None  # of one rank
+        self.one: RunAnswer | None = None  # of one rank
         self.worlds: Worlds | None = None
 
     def __enter__(self) -> "Engine":
@@ -103,7 +105,7 @@ class Engine:
         if self.worlds is not None:
             self.worlds.__exit__(*of_error)
 
-    def begin(self) -> Answer:
+    def begin(self) -> RunAnswer:
         """Run one rank and return its answer. Raise UserError if it fails: nothing can be compared.
 
         The worlds that are forked after this have its tensors.
@@ -135,12 +137,12 @@ class Engine:
         assert self.worlds is not None  # `begin` has made it
         return self.worlds
 
-    def _job(self, layout: Layout, save: int = 0, **run: Any) -> Job:
+    def _job(self, layout: Layout, save: int = 0, **run: Any) -> CheckedRun:
         """Return the job of a layout. run: options of Run."""
         self.number += 1
         changed = dataclasses.replace(self.config.run, **run)
         config = dataclasses.replace(self.config, layout=layout, run=changed)
-        return Job(config, save, self.number)
+        return CheckedRun(config, save, self.number)
 
     def run(
         self, layouts: Sequence[Layout], may_begin: Callable[[], bool] = lambda: True

@@ -1,6 +1,6 @@
 """One run on one rank: its losses, its replicas, and what the recorder has seen.
 
-answer = work(context, Job(config))     on every rank of a world; a function of ranks.Worlds
+answer = work(context, CheckedRun(config))     on every rank of a world; a function of ranks.Worlds
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ EVALUATED_AFTER = 2  # the step with an evaluation after it, beside the last: wh
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckedRun:
     """A run to do. config: with its layout. save: after this step the state is saved to --out, and
     the run ends. With --resume the run continues from there.
     """
@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclass
-class Answer:
+class RunAnswer:
     """What a rank has to say about a run.
 
     losses, norms, loads: of every step. evaluated: the losses of evaluations by name. unequal:
@@ -71,7 +71,7 @@ class Worker:
         self.reference, self.looks_alone = reference, looks_alone
 
     @small_thresholds()
-    def __call__(self, context: Context, job: Job) -> Answer:
+    def __call__(self, context: Context, job: CheckedRun) -> RunAnswer:
         """Do a run on this rank; collective over the world."""
         if context.size > 1:
             # Values of an earlier run must not be taken for this one's.
@@ -103,9 +103,9 @@ def _train(
     recorder: Recorder,
     splits: data.Splits,
     context: Context,
-    job: Job,
+    job: CheckedRun,
     chosen: Any,
-) -> Answer:
+) -> RunAnswer:
     """Do the steps of a run. chosen: the checkpoint to go on from, if any."""
     config, mesh = state.config, state.factory.mesh
     done = Progress()
@@ -115,7 +115,7 @@ def _train(
             config, mesh, state.optimizer, context, splits.train, _say_nothing, None, chosen
         )
         done = checkpoints.resume()
-    answer = Answer()
+    answer = RunAnswer()
     recorder.begin(done.iteration)  # the weights that were drawn, or the state that was loaded
     recorder.end()
     for iteration in range(done.iteration + 1, config.total_steps + 1):

@@ -1,7 +1,7 @@
 """Times collectives of the groups of a layout, and messages between pairs of nodes.
 
-check.py --cluster and benchmarks/network/allreduce.py report them. All functions with a World are
-collective over its ranks.
+check.py --cluster and benchmarks/network/allreduce.py report them. All functions with RankGroups
+are collective over their ranks.
 """
 
 import functools
@@ -37,7 +37,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class World:
+class RankGroups:
     """The ranks and their groups over NCCL or gloo, through the Group class that training uses.
 
     rows: the ranks of every group of each kind.
@@ -86,7 +86,7 @@ def limits_of_sms() -> str:
     )
 
 
-def operation(world: World, group_name: str, name: str, elements: int):
+def operation(world: RankGroups, group_name: str, name: str, elements: int):
     """A function that runs the operation once, None for a rank without part in it."""
     group = world.groups[group_name]
     mine = group.ranks.index(world.context.rank)
@@ -104,7 +104,7 @@ def operation(world: World, group_name: str, name: str, elements: int):
     return lambda: world.finish(group.all_gather(whole, part))
 
 
-def ping_pong(world: World, group: str, buffer: torch.Tensor, other: int, first: bool) -> None:
+def ping_pong(world: RankGroups, group: str, buffer: torch.Tensor, other: int, first: bool) -> None:
     """Send a buffer to a position in the group and back."""
     turns = (world.groups[group].send, world.groups[group].receive)
     for turn in turns if first else turns[::-1]:
@@ -112,7 +112,7 @@ def ping_pong(world: World, group: str, buffer: torch.Tensor, other: int, first:
 
 
 def measure(
-    world: World, group: str, together: bool, name: str, size: int, plan: Plan
+    world: RankGroups, group: str, together: bool, name: str, size: int, plan: Plan
 ) -> Measured | None:
     """Time one operation; None if no rank took part. Half the time of p2p there and back counts."""
     rows = world.rows[group] if together else world.rows[group][:1]
@@ -135,7 +135,7 @@ def measure(
     return Measured(group, together, count, len(rows), name, elements * ITEM, slowest, crosses)
 
 
-def timed(world: World, once, plan: Plan) -> list[float]:
+def timed(world: RankGroups, once, plan: Plan) -> list[float]:
     """Seconds of each trial on this rank; the number of trials is the same on all ranks."""
 
     def trial() -> float:
@@ -154,7 +154,7 @@ def timed(world: World, once, plan: Plan) -> list[float]:
     return [trial() for _ in range(trials)]
 
 
-def check_sum(world: World) -> None:
+def check_sum(world: RankGroups) -> None:
     """RuntimeError unless an all-reduce of ones gives the number of ranks."""
     ones = world.buffer(world.context.size) + 1
     world.finish(world.groups["world"].all_reduce(ones))
@@ -162,7 +162,7 @@ def check_sum(world: World) -> None:
         raise RuntimeError(f"an all-reduce of ones over {world.context.size} ranks gave {ones[0]}")
 
 
-def pair_scan(world: World, size: int) -> dict[tuple[str, str], float]:
+def pair_scan(world: RankGroups, size: int) -> dict[tuple[str, str], float]:
     """Bytes/s between every two nodes, or ranks if there is one node, in rounds of disjoint pairs.
 
     Names are those of nodes, or `rank N`.

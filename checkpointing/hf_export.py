@@ -450,7 +450,7 @@ def import_weights(
     # A hostile file may give billions of layers: refuse it before `rules` lists their tensors.
     if model.layers > len(slices):
         raise UserError(f"{source} has {len(slices)} tensors, too few for {model.layers} layers")
-    all_rules = rules(model, config["model_type"])
+    all_rules = rules(model, families.family_in(config, where).name)
     tensors = _match(source, slices, all_rules)
     types = {tensor.get_dtype() for tensor in tensors.values()}
     dtype = "float64" if "F64" in types else "float32"

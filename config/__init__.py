@@ -14,6 +14,7 @@ spelling        models by name (presets.toml), names of Megatron-LM's options (o
 validation      every check across options; an error shows both sides with their numbers
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
+dispatch        how often a token is sent to the nodes of its experts
 tensors         names and shapes of the tensors of a model; how a changed model differs
 block_kinds     these numbers for models whose blocks differ, in experts or in windows
 block_attention what attention does in a block; the patterns that say which blocks have what

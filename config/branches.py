@@ -15,7 +15,7 @@ from config.errors import UserError
 from config.learning_rate import curve_of_run
 from config.past import BegunStage, Past
 from config.run_options import Training
-from config.stages import Stage, StagePlan
+from config.stages import DataStage, StagePlan
 
 # The options that a branch with --decay-tokens sets, in a run without stages.
 DECAY_SETS = ("steps", "train_samples", "lr_schedule", "lr_decay_samples", "lr_wsd_decay_samples")
@@ -117,7 +117,7 @@ def _plan(plan: StagePlan, begin: int, tokens: int, given: Mapping[str, Any]) ->
     begin: the tokens of the run at the branch. tokens: of the branch.
     """
     before = [stage for stage in plan.stages if stage.from_tokens < begin]
-    last = before[-1] if before else Stage(0, "")
+    last = before[-1] if before else DataStage(0, "")
     if last.name == NAME or last.lr_schedule not in (None, "constant"):
         raise UserError(
             f"--decay-tokens {tokens}: the rate of stage {last.name} follows {last.lr_schedule}, "

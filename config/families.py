@@ -44,7 +44,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
     "block": {True: "parallel", False: "pre-norm"},
 }
 # Options that are 0 here where config.json has null.
-_NULL_IS_ZERO = ("attention_softcap", "logit_softcap")
+_NULL_IS_ZERO = ("attention_softcap", "logit_softcap", "shared_ffn_hidden")
 # The fields with the ids of special tokens, in the order of a family's `tokens`. The id of the end
 # may be a list of ids, each of which ends a text.
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -261,7 +261,7 @@ def to_config(
     """
     came = came or {}
     if name is None and came.get("model_type") in FAMILIES:
-        own = FAMILIES[came["model_type"]]
+        own = family_in(came, "config.json")
         name = None if own.obstacles(model) else own.name
     family = family_of(model, name)
     config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
@@ -296,10 +296,13 @@ def _fields_of_blocks(model: ModelShape, family: Family) -> dict[str, Any]:
     """Return the fields of config.json that say which blocks have windows and rotary positions."""
     config: dict[str, Any] = {}
     if family.window is not None:
-        config["sliding_window"] = model.window or None
+        which, default = family.window
+        # Where blocks differ, transformers makes the mask of a window even if no block has one.
+        of_none = None if which == "all" else default
+        config["sliding_window"] = model.window or of_none or None
         if family.window_switch:
             config["use_sliding_window"] = model.window > 0
-        if family.window[0] != "all":
+        if which != "all":
             kinds = [LOCAL if model.has_window(block) else FULL for block in range(model.layers)]
             config["layer_types"] = kinds
     if family.nope:
@@ -314,7 +317,7 @@ def _fields_that_came(family: Family, model: ModelShape, came: dict[str, Any]) -
     field with another spelling of the same value, such as "gelu_fast", keeps it. Return an empty
     dictionary if `came` is of another family.
     """
-    if came.get("model_type") != family.name:
+    if came.get("model_type") not in FAMILIES or family_in(came, "config.json") != family:
         return {}
     values = dataclasses.asdict(model)
     spelled = {}
@@ -483,7 +486,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
     has the value that transformers gives it. Raise UserError if the family is unknown, if a field
     that the family needs is missing, or if two names of one field have different values.
     """
-    family = _family_in(config, where)
+    family = family_in(config, where)
     # An option that config.json does not give has the first value that the family allows.
     options = {ours: allowed[0] for ours, allowed in family.options.items()}
     lacks = _lacks(config, family)
@@ -513,7 +516,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         if ours == "rotary_scaling":
             _read_scaling(ours, rope, config, family, options, lacks, where)
         elif is_null and ours in _NULL_IS_ZERO:
-            options[ours] = 0.0
+            options[ours] = 0
         elif given:
             name = given[0]
             _take(ours, name, named[name], family, options, lacks)
@@ -573,6 +576,11 @@ def _read_blocks(
     if type(layers) is not int or not 1 <= layers <= 10_000:  # refused later, with its limits
         return
     tokens, flags = _blocks_of(config, family, layers, where)
+    is_off = family.window_switch and tokens is None and config.get("sliding_window")
+    if is_off and isinstance(kinds, list) and LOCAL in kinds:
+        # transformers' eager attention would take the window, its flash attention none.
+        lacks.append(f"layer_types has {LOCAL}, but use_sliding_window is not true")
+        return
     if tokens is not None:
         options["window"] = tokens
         options["window_blocks"] = pattern_of(flags)
@@ -604,6 +612,11 @@ def _ropes_by_kind(
             f"{LOCAL}"
         )
     scaling = config.get("rope_scaling") or {}
+    if isinstance(scaling, dict) and "type" in scaling and "rope_type" not in scaling:
+        raise UserError(
+            f"{where}: rope_scaling has type, which transformers does not read in a {family.name}: "
+            "give rope_type"
+        )
     whole = {"rope_theta": config.get("rope_theta")} | whole | scaling
     whole = {key: value for key, value in whole.items() if value is not None}
     local = {"rope_theta": config.get(name) or default} | local
@@ -636,9 +649,14 @@ def _rotary_flags(
     return tuple(bool(flag) for flag in flags[:layers])
 
 
-def _family_in(config: dict[str, Any], where: str) -> Family:
-    """Return the family of a config.json; UserError, which names the file `where`, if unknown."""
+def family_in(config: dict[str, Any], where: str) -> Family:
+    """Return the family of a config.json; UserError, which names the file `where`, if unknown.
+
+    As in transformers, a Mistral that says which blocks have a window is a Ministral.
+    """
     name = config.get("model_type")
+    if name == "mistral" and "layer_types" in config:
+        name = "ministral"
     family = FAMILIES.get(str(name))
     if family is None:
         raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
@@ -683,7 +701,7 @@ def unread(config: dict[str, Any], where: str) -> list[str]:
     transformers ignores such fields too unless a model's own code reads them. where: the file's
     name in messages. Raise UserError if the family is unknown.
     """
-    family = _family_in(config, where)
+    family = family_in(config, where)
     known = {*UNUSED, *FIXED, *ABSENT, *TOKENS, *WINDOW, *ROPE, *family.unused}
     known |= {*family.fixed, *family.absent, *family.written, *family.same}
     known |= {PERIOD} if family.window_period else set()
@@ -709,7 +727,7 @@ def context_length(config: dict[str, Any], where: str) -> int:
 
     A sliding window does not shorten it. where: the file's name in messages.
     """
-    family = _family_in(config, where)
+    family = family_in(config, where)
     names = family.fields["seq_length"]
     found = next((config[name] for name in names if config.get(name) is not None), None)
     length = family.defaults["seq_length"] if found is None else found
@@ -725,7 +743,7 @@ def token_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
     class. An id is a number or None, and that of the end may be a list of numbers. Raise UserError,
     which names the file `where`, if the family is unknown or an id is something else.
     """
-    family = _family_in(config, where)
+    family = family_in(config, where)
     defaults = dict(zip(TOKENS, family.tokens, strict=True))
     ids = {
         name: config.get(name, None if default == "none" else default)
@@ -755,7 +773,7 @@ def window(config: dict[str, Any], where: str) -> int | None:
     W or more positions before the present one. Raise UserError, which names the file `where`, if
     the window is no number of tokens.
     """
-    family = _family_in(config, where)
+    family = family_in(config, where)
     if family.window is None:
         return None
     which, default = family.window
@@ -778,8 +796,8 @@ def _window_flags(
 ) -> list[bool]:
     """Return for each block whether it has a window, in a family that gives some blocks windows.
 
-    which: "all"; a pattern of blocks, such as 3:1; "no rope": the blocks without rotary positions;
-    "from": the blocks from max_window_layers on; "every second": the even blocks before
+    which: "all"; "every"; a pattern of blocks, such as 3:1; "no rope": the blocks without rotary
+    positions; "from": the blocks from max_window_layers on; "every second": the even blocks before
     max_window_layers. But where the family has some blocks with a window, those of the field
     layer_types have it, if it is there.
     """
@@ -792,6 +810,8 @@ def _window_flags(
         if len(kinds) != layers:
             raise UserError(f"{where}: layer_types has {len(kinds)} blocks of {layers}")
         return [kind != FULL for kind in kinds]
+    if which == "every":
+        return [True] * layers
     if which == "no rope":
         return [not rotary for rotary in _rotary_flags(config, family, layers, where)]
     if ":" in which:

@@ -11,8 +11,8 @@ it is empty in a run that begins at step 0.
 """
 
 import json
+import os
 import re
-import secrets
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -217,7 +217,7 @@ def _stage_from(
 
 def new_run() -> str:
     """Return a new `Past.run`, for a run that begins at step 0."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def _count(value: Any, least: int = 0) -> int:

@@ -53,7 +53,7 @@ BEFORE = "start"  # the name of what comes before the first stage of a file
 
 
 @dataclass(frozen=True)
-class Stage:
+class DataStage:
     """A stage as a file gives it; None: as the options of the run say.
 
     from_tokens: the tokens of the run before it. data: the words of --data. seq_length: tokens of a
@@ -88,7 +88,7 @@ class StagePlan:
     for messages.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[DataStage, ...]
     train_tokens: int | None = None
     max_epochs: tuple[tuple[str, float], ...] = ()
     path: str = ""
@@ -103,7 +103,7 @@ class PlacedStage:
     corpora, in the order of its data, the tokens of a block (corpora/streams.py).
     """
 
-    stage: Stage
+    stage: DataStage
     step: int
     samples: int
     tokens: int
@@ -209,7 +209,7 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> 
             raise UserError(f"{where} has an unknown key {key!r:.60}{near}")
 
 
-def _stage(table: Mapping[str, Any], number: int, where: str) -> Stage:
+def _stage(table: Mapping[str, Any], number: int, where: str) -> DataStage:
     """Return the stage of a [[stage]] table, the file's stage `number`; UserError if it is wrong.
 
     The keys may have "-" in place of "_", as those of --config.
@@ -219,7 +219,7 @@ def _stage(table: Mapping[str, Any], number: int, where: str) -> Stage:
     if not isinstance(name, str) or not name.isprintable() or not name.strip():
         raise UserError(f"{where}: the name of stage {number} is a text, not {name!r:.80}")
     here = f"{where}: stage {name}"
-    _check_keys(values, [field.name for field in dataclasses.fields(Stage)], here)
+    _check_keys(values, [field.name for field in dataclasses.fields(DataStage)], here)
     if "from_tokens" not in values:
         raise UserError(f"{here} has no from_tokens: the tokens of the run before it, such as 0")
     found: dict[str, Any] = {"name": name}
@@ -246,7 +246,7 @@ def _stage(table: Mapping[str, Any], number: int, where: str) -> Stage:
             found[key] = values[key]
     if "data" in values:
         found["data"] = _words(values["data"], here)
-    stage = Stage(**found)
+    stage = DataStage(**found)
     if stage.has_rate and stage.lr_schedule is None:
         given = ", ".join(key for key in OF_THE_RATE if getattr(stage, key) is not None)
         raise UserError(f"{here} gives {given}, and no lr_schedule ({', '.join(SCHEDULES)})")
@@ -311,7 +311,7 @@ def place(
         before = begun[0] if begun else None
         options = tuple(map(str, data)), seq_length
         words, length = (before.data, before.seq_length) if before else options
-        stages.insert(0, Stage(0, BEFORE, words, length, batch))
+        stages.insert(0, DataStage(0, BEFORE, words, length, batch))
     _check_past(plan, stages, begun, past)
     blocks = _blocks(stages, begun, seq_length)
     placed = []
@@ -339,7 +339,7 @@ def place(
     return tuple(placed)
 
 
-def _of_corpora(stage: Stage, blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+def _of_corpora(stage: DataStage, blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the tokens of a block of each corpus that a stage reads."""
     return tuple((prefix, blocks[prefix]) for prefix in prefixes_of(stage.data or ()))
 
@@ -361,7 +361,7 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _filled(stage: Stage, data: tuple, seq_length: int, batch: int, path: str) -> Stage:
+def _filled(stage: DataStage, data: tuple, seq_length: int, batch: int, path: str) -> DataStage:
     """Return a stage with what it does not give; UserError if its samples are too long."""
     length = stage.seq_length or seq_length
     if length > seq_length:
@@ -378,7 +378,7 @@ def _filled(stage: Stage, data: tuple, seq_length: int, batch: int, path: str) -
 
 
 def _check_past(
-    plan: StagePlan, stages: list[Stage], begun: tuple[BegunStage, ...], past: Past
+    plan: StagePlan, stages: list[DataStage], begun: tuple[BegunStage, ...], past: Past
 ) -> None:
     """Raise UserError if the plan says something else about what is over than what was done."""
     rule = "what is over cannot change"
@@ -420,7 +420,9 @@ def _check_past(
         )
 
 
-def _blocks(stages: list[Stage], begun: tuple[BegunStage, ...], seq_length: int) -> dict[str, int]:
+def _blocks(
+    stages: list[DataStage], begun: tuple[BegunStage, ...], seq_length: int
+) -> dict[str, int]:
     """Return for each corpus the tokens of a block, as the run has them or will have them.
 
     They are --seq-length, the tokens of the run's longest samples, when the corpus is first read:
@@ -451,7 +453,7 @@ def changes(before: StagePlan | None, now: StagePlan | None) -> list[str]:
         elif name not in theirs:
             texts.append(f"stage {name} (from {ours[name].from_tokens}) is new")
         else:
-            for field in dataclasses.fields(Stage):
+            for field in dataclasses.fields(DataStage):
                 a, b = (getattr(side[name], field.name) for side in (theirs, ours))
                 if a != b:
                     texts.append(f"stage {name} {field.name} {_shown(a)} before, {_shown(b)} now")

@@ -22,7 +22,7 @@ NAMED = 4  # the most kinds of tensors that a sentence names
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """The tensors by which a model differs from the one that its options describe.
 
     added, missing: names and shapes of the tensors that only the model, or only the options have.
@@ -70,7 +70,7 @@ def _list(shapes: Mapping[str, object]) -> str:
     return ", ".join(words[:NAMED]) + more
 
 
-def compare(found: Mapping[str, Shape], model: ModelShape) -> Difference:
+def compare(found: Mapping[str, Shape], model: ModelShape) -> TensorDifference:
     """Return how the tensors of a model or a checkpoint differ from those of its options.
 
     found: the global shapes by name; constants of routers, which have no gradient, too.
@@ -84,7 +84,7 @@ def compare(found: Mapping[str, Shape], model: ModelShape) -> Difference:
         for name in both
         if tuple(found[name]) != expected[name]
     }
-    return Difference(added, missing, reshaped)
+    return TensorDifference(added, missing, reshaped)
 
 
 def check_count(found: Mapping[str, Shape], model: ModelShape, where: str) -> None:

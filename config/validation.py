@@ -133,6 +133,12 @@ def _check_attention(model: ModelShape) -> None:
         return
     if not any(rotary_blocks):
         raise UserError("--positions rotary has no block with them: rotary_blocks is none")
+    lengths = [numbers[0] for kind, numbers in scalings if kind == "longrope"]
+    if model.window and len(set(lengths)) > 1:
+        raise UserError(
+            f"rotary_scaling and window_rotary_scaling are longrope of {lengths[0]:g} and of "
+            f"{lengths[1]:g} positions: the blocks of a model have one length"
+        )
     for kind, numbers in scalings:
         factors = (len(numbers) - 2) // 2
         if kind == "longrope" and 2 * factors != model.rotary_width:

@@ -50,7 +50,7 @@ class Choices(NamedTuple):
     answers: tuple[int, ...]
 
 
-class Request(NamedTuple):
+class ScoringRequest(NamedTuple):
     """A text to score. ids: its tokens. start: the place of the first token that is scored."""
 
     ids: list[int]
@@ -58,7 +58,7 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class TaskRow:
     """A row of a task. requests: the number of each choice's request. answers: the right choices.
 
     lengths: the bytes of each continuation without white space before it, by which the normalised
@@ -76,7 +76,7 @@ class Task:
     """The rows of a file; name: that of the task in the log."""
 
     name: str
-    rows: list[Row]
+    rows: list[TaskRow]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TaskSet:
     """All tasks of a run, and the requests of all their rows. notes: lines for the log."""
 
     tasks: list[Task] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    requests: list[ScoringRequest] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -278,8 +278,8 @@ def encode_tasks(files: Sequence[TaskFile], text: Text, length: int) -> TaskSet:
                 of_row.append(numbers[key])
             texts = [continuation for _, continuation in choices.pairs]
             lengths = tuple(max(1, len(each.lstrip().encode())) for each in texts)
-            sizes = tuple(len(each.encode()) for each in texts)
-            rows.append(Row(tuple(of_row), choices.answers, lengths, sizes))
+            sizes = tuple(len(_split(*pair)[1].encode()) for pair in choices.pairs)
+            rows.append(TaskRow(tuple(of_row), choices.answers, lengths, sizes))
         found.tasks.append(Task(file.name, rows))
         note = f"task {file.name}: {len(rows):,} rows of {file.path}"
         if cut:
@@ -288,7 +288,7 @@ def encode_tasks(files: Sequence[TaskFile], text: Text, length: int) -> TaskSet:
     return found
 
 
-def _requests(rows: Sequence[Choices], text: Text) -> Iterator[Request]:
+def _requests(rows: Sequence[Choices], text: Text) -> Iterator[ScoringRequest]:
     """Yield the request of each choice of each row, in their order; UserError."""
     encoder = text.encoder
     if encoder is None:
@@ -296,11 +296,7 @@ def _requests(rows: Sequence[Choices], text: Text) -> Iterator[Request]:
             for context, continuation in row.pairs:
                 yield _of_numbers(context, continuation, text, row.place)
         return
-    pairs = []  # the contexts without the white space at their ends, which goes to what follows
-    for row in rows:
-        for context, continuation in row.pairs:
-            kept = context.rstrip()
-            pairs.append((kept, context[len(kept) :] + continuation))
+    pairs = [_split(*pair) for row in rows for pair in row.pairs]
     wholes = encoder.prompts([context + continuation for context, continuation in pairs])
     names = sorted({context for context, _ in pairs if context})
     starts = dict(zip(names, map(len, encoder.prompts(names)), strict=True))
@@ -320,10 +316,19 @@ def _requests(rows: Sequence[Choices], text: Text) -> Iterator[Request]:
             )
         if max(ids) >= text.vocab_size:
             raise UserError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
-        yield Request(ids, start)
+        yield ScoringRequest(ids, start)
 
 
-def _of_numbers(context: str, continuation: str, text: Text, place: str) -> Request:
+def _split(context: str, continuation: str) -> tuple[str, str]:
+    """Return the text before what is scored and what is scored.
+
+    The white space that ends the context is scored with the continuation, as in lm_eval.
+    """
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
+
+
+def _of_numbers(context: str, continuation: str, text: Text, place: str) -> ScoringRequest:
     """Return a request whose texts are token ids, for a run without a tokenizer."""
     parts = []
     for words in (context, continuation):
@@ -336,10 +341,12 @@ def _of_numbers(context: str, continuation: str, text: Text, place: str) -> Requ
         if max(ids) >= text.vocab_size:
             raise UserError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
         parts.append(ids)
-    return Request(parts[0] + parts[1], len(parts[0]))
+    return ScoringRequest(parts[0] + parts[1], len(parts[0]))
 
 
-def _within(request: Request, length: int, place: str, continuation: str) -> tuple[Request, bool]:
+def _within(
+    request: ScoringRequest, length: int, place: str, continuation: str
+) -> tuple[ScoringRequest, bool]:
     """Return the request with at most length + 1 tokens, the last ones, and whether it was cut."""
     scored = len(request.ids) - request.start
     if scored > length:
@@ -350,7 +357,7 @@ def _within(request: Request, length: int, place: str, continuation: str) -> tup
     surplus = len(request.ids) - length - 1
     if surplus <= 0:
         return request, False
-    return Request(request.ids[surplus:], request.start - surplus), True
+    return ScoringRequest(request.ids[surplus:], request.start - surplus), True
 
 
 # ---- Samples -------------------------------------------------------------------------------------
@@ -363,7 +370,7 @@ class Packed:
     short: the number of first samples whose texts have at most `limit` tokens; see `pack`.
     """
 
-    requests: Sequence[Request]
+    requests: Sequence[ScoringRequest]
     samples: list[list[int]]
     length: int
     short: int
@@ -397,7 +404,7 @@ class Packed:
 
 
 def pack(
-    requests: Sequence[Request], length: int, at_once: int = 1, limit: int | None = None
+    requests: Sequence[ScoringRequest], length: int, at_once: int = 1, limit: int | None = None
 ) -> Packed:
     """Return the requests in few samples of `length` tokens, the same for equal requests.
 

@@ -11,6 +11,7 @@ mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
 context_parallel attention of ranks that share the tokens of a sample
 token_exchange   tokens on their way to experts on other ranks
+node_dispatch    the same with one copy of a token to each node
 store            the job's key-value store: opened safely; small values without a collective
 run_lock         one run at a time in an --out folder
 preflight        what is said and checked before step 1: places, nodes, groups, room, compiler

@@ -219,7 +219,7 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """The two passes of a kernel of attention that returns the logarithms of its softmax sums.
 
     forward: from q, k, v and whether attention is causal to the result, (b, heads, s, d), and the
@@ -258,8 +258,8 @@ def _cudnn_backward(grad, q, k, v, mixed, log_sums, causal) -> tuple[Tensor, Ten
     return kernel(grad, q, k, v, mixed, *sums, *lengths, 0.0, causal)
 
 
-CPU_FLASH = Kernel(_cpu_forward, _cpu_backward)
-CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
+CPU_FLASH = AttentionKernel(_cpu_forward, _cpu_backward)
+CUDNN = AttentionKernel(_cudnn_forward, _cudnn_backward)
 
 
 class _Last(torch.autograd.Function):
@@ -305,7 +305,7 @@ class _Last(torch.autograd.Function):
         return past_dq + present_dq, torch.cat(dk, 2), torch.cat(dv, 2), None
 
 
-def attend_in_two_calls(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
+def attend_in_two_calls(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel) -> Tensor:
     """Return what `_attend_last` returns if there are tokens before the queries (t > s)."""
     return _Last.apply(q, k, v, kernel)
 

@@ -64,7 +64,7 @@ def _first_ephemeral_port() -> int:
 OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "SLURM_STEP_", "SLURM_PROCID", "PRTE_")
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank of a world is that another launch's ranks start, one on each of them.
 
     rank: its number in the world. nodes: the node of every rank. address, port: where they meet.
@@ -76,7 +76,7 @@ class Place(NamedTuple):
     port: int
 
 
-def environment_of_rank(place: Place, folder: str) -> dict[str, str]:
+def environment_of_rank(place: RankPlace, folder: str) -> dict[str, str]:
     """Return the environment of a process that is a rank of its own world, and not of a launcher.
 
     The variables are torchrun's. folder: is put on the path of modules.

@@ -12,13 +12,20 @@ of each group. With pp = 2, dp = 1, tp = 2 the rows of tp are (0, 1), (2, 3), th
 (0, 2), (1, 3): the pipelines. Each group of cp is divided twice: cp = (0, 1, 2, 3) has the heads
 (0, 1), (2, 3), which are n = 2 neighbours, and the kv (0, 2), (1, 3), the ranks with the same place
 in their heads.
+
+A group of experts whose ranks are on several nodes, equally many on each, is divided likewise if a
+token is sent once to a node (node_dispatch.py): experts = (0, 1, 2, 3) on two nodes has within the
+nodes (0, 1), (2, 3), and across them (0, 2), (1, 3), the ranks with the same place on their node.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
+from config import dispatch
 from config.schema import AXES, Config, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.context import Context
+from distributed.placement import ranks_of_nodes
 from schedules.partition import placement
 from watchdog.flight_recorder import FlightRecorder
 
@@ -40,6 +47,9 @@ class Mesh:
     are divided. kv: the ranks of cp that hold the same heads and gather their keys and values.
     experts: the neighbouring ranks of dp x cp x tp among which a block's experts are divided, and
     expert_replicas: the ranks that hold the same experts and see different tokens.
+    experts_across, experts_within: the ranks of `experts` with the same place on their nodes, in
+    the order of the nodes, and those on this rank's node, if a token is sent once to a node; then
+    nothing is sent over `experts`. If not, each of the two is this rank alone.
     stage: all ranks with the same stages, numbered as (replicas.rank, tp.rank); only for Muon.
     forward (also named pp) and backward: the ranks of this pipeline, as one group for activations
     and another for their gradients, so that the two never wait for one another on a GPU stream.
@@ -56,6 +66,7 @@ class Mesh:
         ep: int = 0,
         tied: bool = True,
         whole_stages: bool = False,
+        sends_once: Callable[[int], bool] = lambda nodes: False,
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
@@ -65,6 +76,7 @@ class Mesh:
         ep: the number of ranks in `experts`; 0: the model has no experts. tied: whether the first
         and the last rank of a pipeline have copies of one matrix; if not, no group is made of them.
         whole_stages: whether all ranks of a stage need a group (`stage`).
+        sends_once: whether a group of experts on so many nodes sends a token once to each of them.
         Raise ValueError if the product of the axes is not the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
@@ -79,7 +91,8 @@ class Mesh:
 
         # The groups of every role are made in this order on all ranks.
         self._context = context
-        self._make_groups_in_stages(over_heads, ep)
+        self._make_groups_in_stages(over_heads)
+        self._make_groups_of_experts(ep, sends_once)
         self.stage = self.replicas
         if whole_stages and self.tp.size > 1:
             self.stage = self.tp
@@ -98,8 +111,8 @@ class Mesh:
         """Make all groups of a role along the named axes; return the one with this rank."""
         return self._own_group(rows_along(self.axes, names), role)
 
-    def _make_groups_in_stages(self, over_heads: int, ep: int) -> None:
-        """Make the groups of ranks with the same stages; the arguments are those of Mesh."""
+    def _make_groups_in_stages(self, over_heads: int) -> None:
+        """Make the groups of ranks with the same stages, without those of experts."""
         self.tp = self._along("tp", "tp")
         self.cp = self._along("cp", "cp")
         self.dp = self._along("dp", "dp")
@@ -113,14 +126,49 @@ class Mesh:
             rows_of_cp = rows_along(self.axes, ("cp",))
             self.heads = self._own_group(_neighbours(rows_of_cp, over_heads), "heads")
             self.kv = self._own_group(_same_places(rows_of_cp, over_heads), "kv")
-        self.experts = alone
+
+    def _make_groups_of_experts(self, ep: int, sends_once: Callable[[int], bool]) -> None:
+        """Make the groups among which experts are divided; the arguments are those of Mesh."""
+        alone = Group((self.rank,))
+        self.experts = self.experts_across = self.experts_within = alone
         self.expert_replicas = self.replicas
         # tp shards no expert, so its ranks are replicas too: the groups differ even with ep = 1.
-        if ep and (ep > 1 or self.tp.size > 1):
-            rows_of_stages = rows_along(self.axes, ("dp", "cp", "tp"))  # a row for each value of pp
-            self.experts = self._own_group(_neighbours(rows_of_stages, ep), "experts")
-            replicas = _same_places(rows_of_stages, ep)
-            self.expert_replicas = self._own_group(replicas, "expert replicas")
+        if not ep or (ep == 1 and self.tp.size == 1):
+            return
+        rows_of_stages = rows_along(self.axes, ("dp", "cp", "tp"))  # a row for each value of pp
+        rows = _neighbours(rows_of_stages, ep)
+        own = next(row for row in rows if self.rank in row)
+        nodes_of_rows = self._rows_sent_once(rows, sends_once)
+        if own in nodes_of_rows:  # nothing is sent over the whole group: it needs no communicator
+            self.experts = Group(own, own.index(self.rank))
+        rows_sent_often = [row for row in rows if row not in nodes_of_rows]
+        if rows_sent_often:
+            group = self._own_group(rows_sent_often, "experts")
+            self.experts = self.experts if own in nodes_of_rows else group
+        if nodes_of_rows:
+            across = [row for nodes in nodes_of_rows.values() for row in zip(*nodes)]
+            within = [row for nodes in nodes_of_rows.values() for row in nodes]
+            self.experts_across = self._own_group(across, "experts across")
+            self.experts_within = self._own_group(within, "experts within")
+        replicas = _same_places(rows_of_stages, ep)
+        self.expert_replicas = self._own_group(replicas, "expert replicas")
+
+    def _rows_sent_once(
+        self, rows: list[tuple[int, ...]], sends_once: Callable[[int], bool]
+    ) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+        """Return the groups of experts that send a token once to a node: for each its nodes' ranks.
+
+        rows: the ranks of each group.
+        """
+        if self._context is None or len(rows[0]) == 1:
+            return {}
+        found = {}
+        nodes = self._context.nodes
+        for row in rows:
+            of_nodes = ranks_of_nodes(row, nodes)
+            if len(of_nodes) > 1 and sends_once(len(of_nodes)):
+                found[row] = of_nodes
+        return found
 
     def _make_groups_of_pipelines(self, channels: bool, tied: bool) -> None:
         """Make the groups of ranks that send each other messages; the arguments are Mesh's.
@@ -204,4 +252,5 @@ def mesh_of_run(config: Config, context: Context | None) -> Mesh:
         ep=expert_ranks,
         tied=tied_over_ranks,
         whole_stages=config.training.optimizer == "muon",
+        sends_once=partial(dispatch.sends_once, config.model),
     )

@@ -10,13 +10,14 @@ place to the others (rendezvous.py). A logical CPU is one hardware thread of a p
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config import dispatch
 from config.errors import UserError, number_ranges
-from config.schema import Layout, rows_along
+from config.schema import Layout, ModelShape, rows_along
 
 Say = Callable[[str], None]  # prints a line on rank 0
 
@@ -45,6 +46,20 @@ def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
+
+
+def ranks_of_nodes(ranks: Sequence[int], nodes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return a group's ranks on each node, in the group's order; [] if they are not placed evenly.
+
+    Even: equally many ranks on each node, one node after the other. ranks: the group, in its order.
+    nodes: the node of every rank of the world. Example: ranks 0 to 3 on nodes a, a, b, b are
+    [(0, 1), (2, 3)]; on a, b, a, b or on a, a, a, b they are [].
+    """
+    of_group = [nodes[rank] for rank in ranks]
+    size = len(ranks) // len(set(of_group))
+    rows = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+    is_even = len(rows) == len(set(of_group))
+    return rows if is_even and all(len({nodes[r] for r in row}) == 1 for row in rows) else []
 
 
 # ---- Cores ---------------------------------------------------------------------------------------
@@ -147,13 +162,16 @@ def placement_warnings(
     places: list[Place],
     layout: Layout,
     job_nodes: int | None = None,
+    model: ModelShape | None = None,
 ) -> list[str]:
     """Return one line of text for each property of the placement that makes the run slower.
 
     Rank 0 prints these lines before the model is built. job_nodes: the number of nodes of the Slurm
-    job, None without Slurm.
+    job, None without Slurm. model: None if the run has none.
     """
     warnings = [*_uneven_nodes(places, job_nodes), *_split_group(places, layout)]
+    if model is not None and model.experts > 1:
+        warnings += _uneven_experts(places, layout, model)
     warnings += _cores_not_inherited(places) + _far_from_gpu(places)
     return warnings + _one_gpu_visible(places) + _sharing(places)
 
@@ -189,6 +207,26 @@ def _split_group(places: list[Place], layout: Layout) -> list[str]:
                     f"that divides the ranks of a node, and place ranks node by node (srun "
                     f"--distribution=block)"
                 ]
+    return []
+
+
+def _uneven_experts(places: list[Place], layout: Layout, model: ModelShape) -> list[str]:
+    """Return a list with at most one warning: about the first group of experts that would send one
+    copy of a token to a node if its ranks were placed evenly.
+    """
+    ep = layout.ep or 1
+    nodes = [place.node for place in places]
+    for first in range(0, len(places), ep):
+        ranks = range(first, first + ep)
+        used = sorted({nodes[rank] for rank in ranks})
+        if not ranks_of_nodes(ranks, nodes) and dispatch.sends_once(model, len(used)):
+            return [
+                f"experts are divided over ranks {first} to {first + ep - 1}, which are on nodes "
+                f"{', '.join(used)}, but not equally many on each, one node after the other: a "
+                f"token goes to a node once for each of its experts there, and not once; choose an "
+                f"ep that divides the ranks of a node or is a multiple of them, and place ranks "
+                f"node by node (srun --distribution=block)"
+            ]
     return []
 
 

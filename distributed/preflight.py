@@ -100,7 +100,8 @@ def introduce(config: Config, context: Context, decided: str) -> None:
         say(placement.table(context.places))
     if decided:
         say(decided)
-    for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):
+    of_run = context.places, config.layout, context.job_nodes, config.model
+    for sentence in placement.placement_warnings(*of_run):
         say(f"note: {sentence}")
     pp = config.layout.pp
     if context.device.type == "cuda":

@@ -106,15 +106,15 @@ class Exchange(torch.autograd.Function):
         ctx.group = group
         ctx.received = received
         ctx.sent = sent
-        return _exchange(rows, group, received, sent)
+        return exchange_rows(rows, group, received, sent)
 
     @staticmethod
     def backward(ctx, grad):
         """Return the gradients of the rows that this rank sent, from the ranks that got them."""
-        return _exchange(grad, ctx.group, ctx.sent, ctx.received), None, None, None
+        return exchange_rows(grad, ctx.group, ctx.sent, ctx.received), None, None, None
 
 
-def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
+def exchange_rows(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
     """Return the rows, (sum of `received`, h), that the ranks of `group` have sent to this rank.
 
     rows: (sum of `sent`, h), sorted by the rank that receives them. received, sent: the number of

@@ -9,6 +9,7 @@ a place where they do not. A phase is a part of a run, such as "forward" (PHASES
 prints the text.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from emulator.fake_devices import ONE_RANK
@@ -119,7 +120,7 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     # has ep times the mean number of rows.
     all_rows_on_one_rank = float(run.config.layout.ep or 1)
     rows_over_mean = all_rows_on_one_rank if run.routing == ONE_RANK else 1.0
-    predicted = sum(memory.of_run(run.config, rows_over_mean)[stage].values())
+    predicted = sum(memory.of_run(run.config, rows_over_mean, run.node)[stage].values())
     return {
         "stage": stage,
         "rank": fullest.rank,
@@ -137,7 +138,7 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
 def _outside(run: Rehearsal, machine: Machine) -> float:
     """Return the bytes of a GPU outside of torch's allocator: its context, and communication."""
     config = run.config
-    job = Job(config.model, config.layout, config.training, machine)
+    job = Job(config.model, config.layout, config.training, replace(machine, node=run.node))
     return machine.context + float(memory_terms.buffers_of(job))
 
 

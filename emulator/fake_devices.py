@@ -10,6 +10,7 @@ GPU, and tells the rank's meter (meter.py) where the host would wait for the dev
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,8 @@ import attention_masks
 import local_attention
 import parallel
 from attention_masks import visible_blocks
-from distributed import token_exchange
+from config.dispatch import TopK, nodes_of_token
+from distributed import node_dispatch, token_exchange
 from distributed.collectives import Group
 from emulator.meter import Meter
 from emulator.recording import RecordingContext
@@ -146,6 +148,7 @@ def _replacements(
         lambda out, *options, **more: draw(_start(out, DRAWN_AT_ONCE), *options, **more),
     )
     yield token_exchange, "counts_on_host", counts_of_routing(meter, routing)
+    yield node_dispatch, "read_counts", counts_on_nodes(meter, routing)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
 
 
@@ -171,19 +174,56 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
         """
         meter.values(tensor)  # records that the host reads the counts
         experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
-        experts_of_rank = experts // group.size
-        # With ONE_RANK only the first experts, which are those of the group's first rank, get rows.
-        used = experts if routing == EVEN else experts_of_rank
-        # The experts that are used get almost equal numbers: of 10 rows, 4 experts get 2, 3, 2, 3.
-        rows_of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
-        rows_of_expert += [0] * (experts - used)
+        by_rank = _rows_of_experts(routing, rows, experts, group.size)
         if tensor.dim() == 1:
-            return rows_of_expert
-        sent = [rows_of_expert[i : i + experts_of_rank] for i in range(0, experts, experts_of_rank)]
+            return [rows for rank in by_rank for rows in rank]
+        sent = by_rank
         # The other ranks do not exist: it is assumed that every rank of the group sends to this
         # rank as many rows as this rank sends to itself.
         received = [sent[group.rank]] * group.size
         return [sent, received]
+
+    return counts
+
+
+def _rows_of_experts(routing: str, rows: int, experts: int, ranks: int) -> list[list[int]]:
+    """Return the rows of each expert by rank: `rows` are divided as `routing` says.
+
+    EVEN: almost equal numbers; of 10 rows, 4 experts get 2, 3, 2, 3. ONE_RANK: only the first
+    experts, which are those of the first of the ranks, get rows.
+    """
+    experts_of_rank = experts // ranks
+    used = experts if routing == EVEN else experts_of_rank
+    found = [rows * (i + 1) // used - rows * i // used for i in range(used)]
+    found += [0] * (experts - used)
+    return [found[i : i + experts_of_rank] for i in range(0, experts, experts_of_rank)]
+
+
+def counts_on_nodes(meter: Meter, routing: str) -> Callable[..., node_dispatch.RowCounts]:
+    """Return a function that replaces node_dispatch.read_counts in a rehearsal.
+
+    Every rank is assumed to have as many tokens as this rank, whose rows the experts get as in
+    `counts_of_routing`. EVEN: each node gets as many copies as of tokens that choose their experts
+    independently. ONE_RANK: the first node gets a copy of each token.
+    """
+
+    def counts(
+        across: Group, within: Group, tensor: Tensor, tokens: tuple[int, int], experts: int
+    ) -> node_dispatch.RowCounts:
+        """Return invented counts; the arguments are those of node_dispatch.read_counts."""
+        meter.values(tensor)  # records that the host reads the counts
+        nodes, ranks = across.size, within.size
+        count, chosen = tokens
+        by_rank = _rows_of_experts(routing, count * chosen, experts, nodes * ranks)
+        share = nodes_of_token(TopK(experts, chosen), nodes) / nodes
+        copies = [math.ceil(count * share)] * nodes
+        if routing == ONE_RANK:
+            copies = [count] + [0] * (nodes - 1)
+        # This rank sends on what the ranks with its place on all nodes send to its node.
+        here = by_rank[across.rank * ranks : (across.rank + 1) * ranks]
+        to_ranks = [nodes * sum(rows) for rows in here]
+        arriving = [nodes * rows for rows in here[within.rank]] * ranks
+        return node_dispatch.sent_of(copies, [copies[across.rank]] * nodes, to_ranks, arriving)
 
     return counts
 

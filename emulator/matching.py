@@ -1,6 +1,6 @@
 """Compares the recorded operations of all ranks of a world, and finds deadlocks among them.
 
-    world = World(rows, traces)
+    world = RunTraces(rows, traces)
     sentences = mismatches(world)    # empty if all members of each group do the same, in one order
     sentence = deadlock(world)       # None if every rank reaches the end of its trace
 
@@ -60,7 +60,7 @@ class Operations:
 
 
 @dataclass
-class World:
+class RunTraces:
     """The traces of all ranks of a run; ranks that do the same share one list of events.
 
     rows: the ranks of every group, by role. ran: the ranks that were run; None: all ranks.
@@ -89,7 +89,7 @@ class World:
         return row_of
 
 
-def mismatches(world: World) -> list[str]:
+def mismatches(world: RunTraces) -> list[str]:
     """Return a sentence for each group whose members do not do the same operations in one order.
 
     A sentence names two ranks, the operation, what each rank does, and the source lines. At most
@@ -114,7 +114,7 @@ def mismatches(world: World) -> list[str]:
     return sentences
 
 
-def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
+def _collectives(world: RunTraces, role: str, row: tuple[int, ...]) -> Iterator[str]:
     """Compare the collectives of a group's first member with each other member's collectives.
 
     Yield a sentence for the first difference of each pair.
@@ -147,7 +147,7 @@ def _common(event: Event) -> Event:
     return event
 
 
-def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
+def _messages(world: RunTraces, role: str, row: tuple[int, ...]) -> Iterator[str]:
     """Compare the messages that a member of a group sends with those that the receiver expects.
 
     Yield a sentence for the first difference of each pair of sender and receiver: one side lacks a
@@ -174,7 +174,7 @@ def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
                     break
 
 
-def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
+def _unequal_blocks(world: RunTraces, role: str, row: tuple[int, ...]) -> Iterator[str]:
     """Compare the rows that a member sends in an all-to-all with the rows that the other expects.
 
     Yield a sentence for the first difference of each pair. The numbers of rows depend on a member's
@@ -265,7 +265,7 @@ class _Rank:
             self.passed += 1
 
 
-def deadlock(world: World, blocking: bool = False) -> str | None:
+def deadlock(world: RunTraces, blocking: bool = False) -> str | None:
     """Return a sentence on the ranks that wait for one another, and where; None: no deadlock.
 
     blocking: as with --blocking. The world must have no mismatches.
@@ -276,7 +276,7 @@ def deadlock(world: World, blocking: bool = False) -> str | None:
 class _Simulation:
     """Runs one rank of each kind until all are at their end, or none can continue."""
 
-    def __init__(self, world: World, blocking: bool):
+    def __init__(self, world: RunTraces, blocking: bool):
         """Prepare the lowest rank of each kind, at the beginning of its trace."""
         self.world = world
         self.blocking = blocking
@@ -417,7 +417,7 @@ class _Simulation:
         return name
 
 
-def kinds(world: World) -> list[int]:
+def kinds(world: RunTraces) -> list[int]:
     """Return the kind of every rank, a number.
 
     At first, ranks with the same trace have the same kind. Kinds are split until all ranks of a

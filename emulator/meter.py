@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.errors import UserError
-from emulator.recording import COPY, LOAD, Trace, calling_line
+from emulator.recording import COPY, LOAD, RankTrace, calling_line
 
 ROUNDED_TO = 512  # sizes are rounded up to a multiple of this many bytes
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ class Meter(TorchDispatchMode):
     trace.
     """
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: RankTrace):
         """Begin with an empty GPU; stops of the host are written to `trace`."""
         super().__init__()
         self.trace = trace

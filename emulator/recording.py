@@ -19,6 +19,7 @@ from torch import Tensor
 from distributed.collectives import SUM, Group, Handle
 from distributed.context import Context
 from distributed.launch import Launch, Local
+from distributed.placement import Place
 from watchdog.flight_recorder import FlightRecorder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +58,7 @@ class Event(NamedTuple):
     rows: tuple[tuple[int, ...], ...] = ()
 
 
-class Trace:
+class RankTrace:
     """The events of one rank, in the order of its host."""
 
     def __init__(self, recorder: FlightRecorder):
@@ -124,7 +125,7 @@ class Trace:
 class _RecordedHandle:
     """Stands for torch's handle of an operation, and records the first wait for the operation."""
 
-    def __init__(self, trace: Trace, index: int):
+    def __init__(self, trace: RankTrace, index: int):
         """Take the index of the operation's event in the trace; nothing has waited for it yet."""
         self.trace = trace
         self.index = index
@@ -160,7 +161,7 @@ class RecordingGroup(Group):
     handle: torch's (fake) process group, or None. role: the name of the group in events.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
+    def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: RankTrace):
         """Make a group whose collectives are written into `trace` and not done.
 
         ranks: the group's members in the world. rank: this rank's position among them. handle:
@@ -232,7 +233,7 @@ class RecordingContext(Context):
     trace: the rank's trace. rows: the ranks of every group, by role.
     """
 
-    trace: Trace
+    trace: RankTrace
     rows: dict[str, list[tuple[int, ...]]]
     has_handles: bool = False  # whether groups need torch's (fake) process groups, as for --zero 3
 
@@ -259,13 +260,16 @@ def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
     world: the number of ranks. nodes: the number of nodes, which divides `world`.
     """
     per_node = world // nodes
+    nodes_of_ranks = [f"node{other // per_node}" for other in range(world)]
+    places = [Place(node, 0, "cuda", None, ()) for node in nodes_of_ranks]
     # The last two values say that a rank shares its cores with no other rank: it is one of 1 ranks
     # on these cores, and has the number 0 among them.
     local = Local(rank % per_node, per_node, per_node == world, 1, 0)
     launch = Launch("srun", rank, world)
     device = torch.device("cuda", rank % per_node)
     backend = "nccl" if world > 1 else "none"
-    context = RecordingContext(launch, rank, world, "", local, [], device, backend, 1, None)
-    context.trace = Trace(context.recorder)
+    node = nodes_of_ranks[rank]
+    context = RecordingContext(launch, rank, world, node, local, places, device, backend, 1, None)
+    context.trace = RankTrace(context.recorder)
     context.rows = {}
     return context

@@ -47,13 +47,14 @@ import trainer
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from checkpointing.writer import Writer
+from config.dispatch import sends_once
 from config.schema import Config, coordinates
 from decoding import Decoder, SamplingParams
 from distributed import preflight
 from distributed.parent_death import end_with_parent
-from distributed.placement import allowed_cores
+from distributed.placement import allowed_cores, ranks_of_nodes
 from emulator.fake_devices import fake_devices, replaced
-from emulator.matching import World
+from emulator.matching import RunTraces
 from emulator.meter import Meter, Peak
 from emulator.recording import Event, RecordingContext, recording_context
 from telemetry import replica_check, step_stats
@@ -73,8 +74,8 @@ PAIRS = [
 ENDS = [(stage, LAST, LAST, LAST) for stage in (FIRST, LAST)]
 
 
-def chosen(config: Config) -> list[int]:
-    """Return the ranks to run, ascending.
+def chosen(config: Config, nodes: int = 1) -> list[int]:
+    """Return the ranks to run, ascending; nodes: on so many the ranks are, equally many on each.
 
     They are the ranks of PAIRS and ENDS, and the first rank of each stage and key place.
     """
@@ -85,26 +86,30 @@ def chosen(config: Config) -> list[int]:
     all_positions = _positions(config)
     ranks = {rank for rank, positions in enumerate(all_positions) if positions in wanted}
     if config.model.experts > 1:
-        # In each stage, the last rank of the first group of --ep is run too, so that its exchanges
-        # can be compared with the exchanges of the group's first rank.
+        # In each stage, ranks of the first group of --ep are run too, so that their exchanges can
+        # be compared with those of the group's first rank: the last rank of the group and of its
+        # first node, and the first rank of its last node.
         stage_size = len(all_positions) // config.layout.pp  # the ranks of a stage are adjacent
-        last_of_group = (config.layout.ep or 1) - 1
-        ranks |= set(range(last_of_group, len(all_positions), stage_size))
-    return sorted(ranks | {group[0] for group in _similar_ranks(config, all_positions)})
+        ep = config.layout.ep or 1
+        of_node = min(ep, len(all_positions) // nodes)
+        for place in (ep - 1, of_node - 1, ep - of_node):
+            ranks |= set(range(place, len(all_positions), stage_size))
+    return sorted(ranks | {group[0] for group in _similar_ranks(config, all_positions, nodes)})
 
 
-def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
+def taken_as(config: Config, ran: Sequence[int], nodes: int = 1) -> list[int]:
     """Return, for every rank of the world, the rank of `ran` that represents it: (world,).
 
-    A rank is represented by a rank with the same stage and key place: among several by the rank
-    that has the same kind of position on the most axes, and among equals by the lowest rank. ran:
-    the ranks that were run, at least those of `chosen`; they represent themselves.
+    A rank is represented by a rank with the same stage and key place, whose experts get tokens in
+    the same way: among several by the rank that has the same kind of position on the most axes, and
+    among equals by the lowest rank. ran: the ranks that were run, at least those of `chosen`; they
+    represent themselves. nodes: as for `chosen`.
     """
     all_positions = _positions(config)
     kinds = [_kinds(config, positions) for positions in all_positions]
     ran_ranks = set(ran)
     representatives = list(range(len(all_positions)))
-    for group in _similar_ranks(config, all_positions):
+    for group in _similar_ranks(config, all_positions, nodes):
         candidates = [rank for rank in group if rank in ran_ranks]
         nearest: dict[tuple[int, ...], int] = {}  # by kinds of position, the representing rank
         for rank in group:
@@ -128,15 +133,24 @@ def _positions(config: Config) -> list[tuple[int, ...]]:
     return all_positions
 
 
-def _similar_ranks(config: Config, all_positions: list[tuple[int, ...]]) -> list[list[int]]:
-    """Return the ranks in groups that have the same stage and the same key place.
+def _similar_ranks(
+    config: Config, all_positions: list[tuple[int, ...]], nodes: int
+) -> list[list[int]]:
+    """Return the ranks in groups that have the same stage and the same key place, and are all in
+    groups of --ep that send one copy of a token to a node, or all in others.
 
-    all_positions: see `_positions`. The ranks of each group ascend.
+    all_positions: see `_positions`. nodes: the number of nodes. The ranks of each group ascend.
     """
     heads = config.layout.over_heads(config.model)  # adjacent cp ranks with the same key place
-    groups: dict[tuple[int, int], list[int]] = {}
+    per_node = len(all_positions) // nodes
+    node_of = [str(rank // per_node) for rank in range(len(all_positions))]
+    ep = config.layout.ep or 1
+    groups: dict[tuple[int, int, bool], list[int]] = {}
     for rank, (stage, _, context, _) in enumerate(all_positions):
-        groups.setdefault((stage, context // heads), []).append(rank)
+        first = rank // ep * ep
+        of_nodes = ranks_of_nodes(range(first, first + ep), node_of) if ep > 1 else []
+        once = len(of_nodes) > 1 and sends_once(config.model, len(of_nodes))
+        groups.setdefault((stage, context // heads, once), []).append(rank)
     return list(groups.values())
 
 
@@ -195,15 +209,17 @@ class Rehearsal:
 
     config: the configuration of the run. world: the traces of all ranks. records: one for each rank
     that was run. micro_batches: their number in the second step; of_run: the largest number in a
-    step of the run. routing: the case's. seconds: the sum over the ranks that were run.
+    step of the run. routing: the case's. node: the ranks of a node.
+    seconds: the sum over the ranks that were run.
     """
 
     config: Config
-    world: World
+    world: RunTraces
     records: list[RankRecord]
     micro_batches: int
     of_run: int
     routing: str
+    node: int
     seconds: float
 
 
@@ -260,22 +276,23 @@ def rehearse(
     records = [future.result() for future in futures]
     events = {record.rank: record.events for record in records}
     # A rank that was not run gets the trace of the rank that represents it.
-    traces = [events[rank] for rank in taken_as(config, list(events))]
+    traces = [events[rank] for rank in taken_as(config, list(events), case.nodes)]
     largest_batch = max(level.batch for level in config.levels)
     return Rehearsal(
         config,
-        World(records[0].rows, traces, frozenset(events)),
+        RunTraces(records[0].rows, traces, frozenset(events)),
         records,
         micro_batches=short.micro_batches(short.training.global_batch_size),
         of_run=config.micro_batches(largest_batch),
         routing=case.routing,
+        node=case.world // case.nodes,
         seconds=sum(record.seconds for record in records),
     )
 
 
 def ranks_of(case: RehearsalCase) -> Sequence[int]:
     """Return the ranks of a case that are run: all with --all-ranks, else those of `chosen`."""
-    return range(case.world) if case.all_ranks else chosen(case.config)
+    return range(case.world) if case.all_ranks else chosen(case.config, case.nodes)
 
 
 def shortened(config: Config) -> Config:

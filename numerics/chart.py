@@ -28,7 +28,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartCurve:
     """The losses of a run, as points of a picture."""
 
     label: str  # the folder, and the options in which the runs differ
@@ -37,7 +37,7 @@ class Curve:
     notes: list[str]  # sentences about missing or damaged files of the run
 
 
-def read_curves(folders: Sequence[Path]) -> list[Curve]:
+def read_curves(folders: Sequence[Path]) -> list[ChartCurve]:
     """Return a curve per run; raise UserError if a folder is no run or has no step."""
     records = [read_steps(folder) for folder in folders]
     # A curve's label has the values of the options in which the runs differ.
@@ -51,7 +51,7 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
     return curves
 
 
-def _curve(record: Record, label: str) -> Curve:
+def _curve(record: Record, label: str) -> ChartCurve:
     """Return a run's curve of at most MOST_POINTS points, which are means of equally many steps."""
     steps = record.steps
     loss = np.array([row["loss"] for row in steps])
@@ -68,7 +68,7 @@ def _curve(record: Record, label: str) -> Curve:
         mean = loss[indices].mean()
         means.append(mean if np.isfinite(mean) else np.nan)
         last_steps.append(indices[-1])  # on the axes a point is at its last step
-    return Curve(label, np.array(means), over[:, last_steps], record.notes)
+    return ChartCurve(label, np.array(means), over[:, last_steps], record.notes)
 
 
 def points_of(count: int, most: int = MOST_POINTS) -> list[np.ndarray]:
@@ -76,7 +76,7 @@ def points_of(count: int, most: int = MOST_POINTS) -> list[np.ndarray]:
     return np.array_split(np.arange(count), min(count, most)) if count else []
 
 
-def page(curves: Sequence[Curve]) -> str:
+def page(curves: Sequence[ChartCurve]) -> str:
     """Return an HTML page with a picture of the curves and the text of `bars`.
 
     Raise UserError if matplotlib is not installed.
@@ -91,7 +91,7 @@ def framed(title: str, svg: str, text: str) -> str:
     return web_page.document(title, [svg, web_page.lines(text)])
 
 
-def _picture(curves: Sequence[Curve]) -> str:
+def _picture(curves: Sequence[ChartCurve]) -> str:
     """Return an SVG picture with a panel of curves per axis of AXES, and a legend below.
 
     A run has the same colour and dashes in all panels. Raise UserError without matplotlib.
@@ -121,7 +121,7 @@ def _picture(curves: Sequence[Curve]) -> str:
         return themed(figure)
 
 
-def bars(curves: Sequence[Curve]) -> str:
+def bars(curves: Sequence[ChartCurve]) -> str:
     """Return lines for a terminal: per run its label, and its losses over tokens as bars.
 
     A higher bar is a larger loss, in the same scale for all runs. The columns of the bars have the

@@ -26,7 +26,7 @@ from config.schema import Layout
 from numerics.checks import is_number, is_texts
 from numerics.places import described, place
 from numerics.record import Record, differing, last_two_parts, option_lines, options, read_steps
-from numerics.traces import EPSILON, TINY, Pair, Row, Trace, read
+from numerics.traces import EPSILON, TINY, Pair, TensorRow, Trace, read
 from planner import run_files
 
 # Columns of metrics.jsonl that are compared, and their names in the text.
@@ -273,7 +273,7 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
         return None
     first = wrong[0]
     # The last tensor before `first` that may be an input of it and is equal within rounding.
-    last_good: Row | None = None
+    last_good: TensorRow | None = None
     for row in rows[: rows.index(first)]:
         # A weight's gradient is computed from activations and their gradients alone, so other
         # weights' gradients are not its input.

@@ -15,7 +15,7 @@ from config.errors import UserError
 from numerics.chart import framed
 from numerics.diff import common_traces
 from numerics.places import BLOCK
-from numerics.traces import Pair, Row, read
+from numerics.traces import Pair, TensorRow, read
 from planner.picture import SETTINGS, themed
 
 PANELS = ("outputs", "gradients", "weights and state")
@@ -55,7 +55,7 @@ def by_layer(a: Path, b: Path) -> dict[str, Any]:
     return {"steps": steps, "layers": layers, "shares": table.tolist()}
 
 
-def _layer(row: Row) -> str:
+def _layer(row: TensorRow) -> str:
     """Return the layer of a tensor: "embedding", "block 0" and so on, or "head"."""
     block = BLOCK.search(row.name)
     if block:
@@ -72,7 +72,7 @@ def _order(layer: str) -> tuple[int, int]:
     return (0, 0) if layer == "embedding" else (2, 0)
 
 
-def _panel(row: Row) -> int:
+def _panel(row: TensorRow) -> int:
     """Return the index in PANELS of the panel in which a tensor's difference is shown."""
     if row.kind == "gradient" or row.name.startswith("gradient of"):
         return PANELS.index("gradients")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import Layout, coordinates
-from numerics.traces import Row
+from numerics.traces import TensorRow
 from schedules.partition import placement
 
 BLOCK = re.compile(r"blocks\.(\d+)")
@@ -26,7 +26,7 @@ WORDS = Path(__file__).with_name("words.toml")
 LEAST = {"pp": 2, "ep": 2}
 
 
-def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
+def described(row: TensorRow, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
     """Return the title of a trace's row, and the operations that compute it from earlier rows.
 
     The keys are "title" and "between". layouts: the layouts of the compared runs; operations that
@@ -52,7 +52,7 @@ def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str
     }
 
 
-def place(row: Row, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
+def place(row: TensorRow, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
     """Return the samples of a step in which a row differs, their micro-batches, and the ranks.
 
     micro_batches: by rank of dp, the numbers of the micro-batches with these samples. ranks: the
@@ -79,7 +79,7 @@ def place(row: Row, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
     return {"samples": samples, "micro_batches": micro_batches, "ranks": ranks}
 
 
-def _stage_of(row: Row, blocks: list[int]) -> int:
+def _stage_of(row: TensorRow, blocks: list[int]) -> int:
     """Return the index of the stage that computes a row; blocks: the number of blocks per stage."""
     block = BLOCK.search(row.name)
     if block:

@@ -179,7 +179,7 @@ def _check_sizes(about: dict[str, Any], values: np.ndarray, responses: np.ndarra
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """A tensor in two traces, with norms; an activation's norms are those of its worst bin."""
 
     kind: str  # "activation", or the kind of a parameter's tensor, such as "gradient"
@@ -261,7 +261,7 @@ class Pair:
         responses = self.response(a.of_gradients[tensors_a], b.of_gradients[tensors_b])
         self.responses = responses[has_gradient]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TensorRow]:
         """Return the rows of all tensors in the order of execution.
 
         A step reads the weights, computes activations and gradients, and updates state and weights.
@@ -275,7 +275,7 @@ class Pair:
         weights_before += [row for row in alone if row.kind == self.kinds[BEFORE]]
         return weights_before + self._activations() + list(chain(*rows_of_kinds))
 
-    def _parameters_alone(self) -> list[Row]:
+    def _parameters_alone(self) -> list[TensorRow]:
         """Return a row for each parameter that has a gradient in one of the runs alone.
 
         Its kind is "gradient" if the other run has the parameter too, else that of the weights.
@@ -290,10 +290,10 @@ class Pair:
                     continue
                 kind = GRADIENT if name in other.about["parameters"] else BEFORE
                 norm = float(np.sqrt(trace.parameters[kind, number, SQUARES]))
-                rows.append(Row(self.kinds[kind], name, norm, 0.0, norm, only=run))
+                rows.append(TensorRow(self.kinds[kind], name, norm, 0.0, norm, only=run))
         return rows
 
-    def _parameters(self) -> list[list[Row]]:
+    def _parameters(self) -> list[list[TensorRow]]:
         """Return, per kind in the order of `self.kinds`, a row per parameter.
 
         In place of the weights after the step, their updates (after less before) are compared.
@@ -311,7 +311,7 @@ class Pair:
             rows = []
             for name, *numbers in zip(self.tensors, *columns):
                 size, limit, norm = map(float, numbers)  # size, limit: of the difference
-                rows.append(Row(kind, name, size, limit, norm))
+                rows.append(TensorRow(kind, name, size, limit, norm))
             rows_of_kinds.append(rows)
         return rows_of_kinds
 
@@ -368,7 +368,7 @@ class Pair:
         share[[name.endswith("qkv.bias") for name in self.tensors]] = 1.0
         return share
 
-    def _activations(self) -> list[Row]:
+    def _activations(self) -> list[TensorRow]:
         """Return a row per activation; no rows if the steps have different samples or bins."""
         if any(self.a.about[name] != self.b.about[name] for name in ("bins", "samples")):
             return []
@@ -398,7 +398,7 @@ class Pair:
                 continue
             worst = i, worst_bins[i]
             is_explained = difference[i] <= explained[i]
-            row = Row(
+            row = TensorRow(
                 kind="activation",
                 name=name,
                 difference=float(difference[worst]),
@@ -409,7 +409,7 @@ class Pair:
             rows.append(row)
         return rows + (self._activations_alone() if self.is_whole else [])
 
-    def _activations_alone(self) -> list[Row]:
+    def _activations_alone(self) -> list[TensorRow]:
         """Return a row for each activation of which one of the runs has counted no element."""
         of_a, of_b = (_counted_activations(trace) for trace in (self.a, self.b))
         rows = []
@@ -418,7 +418,7 @@ class Pair:
                 norms_of_bins = np.sqrt(own[name][:, SQUARES])
                 norm = float(norms_of_bins.max())
                 bins = tuple(np.flatnonzero(_is_counted(own[name])).tolist())
-                rows.append(Row("activation", name, norm, 0.0, norm, bins, run))
+                rows.append(TensorRow("activation", name, norm, 0.0, norm, bins, run))
         return sorted(rows, key=lambda row: row.name)
 
 

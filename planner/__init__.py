@@ -14,8 +14,8 @@ closed_form     seconds and bytes of every row, without its schedule
 layouts         the fastest rows, each simulated; all others rejected with a reason
 engines         what other training programs do otherwise than Trine: facts in engines.toml, and
                 terms in place of Trine's; expert_engines: those of models with experts
-programs        --for: the options of another program, and its command: megatron_words,
-                torchtitan_words
+program         another training program: facts, options, command; programs (--for) has those of
+                megatron_words and torchtitan_words
 scaling_laws    tokens and loss of a model by Chinchilla's law and a newer one
 model_sizes     the largest model, and the fewest nodes
 growth          a ramp-up of the batch in stages of nodes: the fastest layout of each

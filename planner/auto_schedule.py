@@ -21,8 +21,8 @@ from planner import memory, time_terms
 from planner.job import Job
 from planner.partition_costs import blocks_of, costs_of, reference, specs_of
 from planner.step_time import action_seconds, pipeline_time
+from schedules.actions import Seconds
 from schedules.partition import PartCosts, balanced, placement
-from schedules.simulation import Seconds
 
 # The schedules that are tried: name, and number of stages on each rank.
 TRIED = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)]

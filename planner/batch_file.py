@@ -51,7 +51,7 @@ def write(path: str, machine: Machine, gpus: int, seconds: float, words: Sequenc
         requests["cpus-per-task"] = 1
     text = TEMPLATE.read_text()
     for name, value in requests.items():
-        line = f"#SBATCH --{name}={value}".replace("\\", r"\\")  # re.sub reads escapes
+        line = f"#SBATCH --{name}={value}".replace("\\", r"\\")  # no group of re.sub
         text = re.sub(rf"(?m)^#SBATCH --{name}=.*$", line, text)
     if on_cpu:
         text = re.sub(r"(?m)^#SBATCH --gpu.*\n", "", text)

@@ -26,7 +26,7 @@ from config.errors import UserError
 from config.paths import write_file
 from planner.hardware import Machine
 from planner.questions import Answer
-from planner.run_files import Run
+from planner.run_files import MeasuredRun
 
 # The names of the constants that the seconds of steps can determine: fields of the machine, and,
 # with a point, fields of its parts. A constant that is 0 in the machine's file is not fitted.
@@ -55,7 +55,7 @@ class Fit(NamedTuple):
 
     old: Machine
     machine: Machine
-    runs: Sequence[Run]
+    runs: Sequence[MeasuredRun]
     spread: dict[str, float]
     origins: dict[str, str]
     before: float
@@ -82,7 +82,7 @@ def changed(machine: Machine, name: str, value: float) -> Machine:
     return replace(machine, **changes)
 
 
-def fit(runs: Sequence[Run], machine: Machine) -> Fit:
+def fit(runs: Sequence[MeasuredRun], machine: Machine) -> Fit:
     """Return the machine with new values of the constants that the runs determine.
 
     Called by `plan.py calibrate`. A constant is determined if the standard deviation of its
@@ -127,7 +127,7 @@ def _unsure(spread: float) -> str:
     return f"they tell it to within a factor of {math.exp(spread):.2g}"
 
 
-def _off(runs: Sequence[Run], machine: Machine) -> np.ndarray:
+def _off(runs: Sequence[MeasuredRun], machine: Machine) -> np.ndarray:
     """Return each run's error, the logarithm of measured over predicted seconds: (runs,).
 
     It is multiplied by the run's weight, which is larger if the steps of the run repeat better.
@@ -135,7 +135,7 @@ def _off(runs: Sequence[Run], machine: Machine) -> np.ndarray:
     return np.array([run.weight * math.log(run.seconds / run.predicted(machine)) for run in runs])
 
 
-def _slopes(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> np.ndarray:
+def _slopes(runs: Sequence[MeasuredRun], machine: Machine, names: Sequence[str]) -> np.ndarray:
     """Return the weighted derivatives of the runs' predicted log seconds: (runs, names).
 
     Each column is for the logarithm of one constant, and is computed from two predictions, with the
@@ -151,7 +151,9 @@ def _slopes(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> np.n
     return np.column_stack(columns)
 
 
-def _spreads(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> dict[str, float]:
+def _spreads(
+    runs: Sequence[MeasuredRun], machine: Machine, names: Sequence[str]
+) -> dict[str, float]:
     """Return by name the standard deviation of each constant's logarithm that the runs leave.
 
     The runs determine a constant if this value is at most SURE. The constants are taken in turn,
@@ -176,7 +178,7 @@ def _spreads(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> dic
         left[:, clearest] = 0.0
 
 
-def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machine:
+def _minimised(runs: Sequence[MeasuredRun], machine: Machine, names: list[str]) -> Machine:
     """Return the machine whose named constants make the sum of the runs' squared errors least.
 
     The Gauss-Newton method is used, on the logarithms of the constants, so that they stay above 0.

@@ -36,7 +36,7 @@ UNEVEN = 0.3
 ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded
 
 
-class Ranks(NamedTuple):
+class ChosenRanks(NamedTuple):
     """Some pipeline ranks of every row, among them the slowest and the fullest: (rows, ranks).
 
     Of the ranks whose stages hold the same, the first and the last are chosen. rank: the rank's
@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
     tied: np.ndarray
 
     @classmethod
-    def of(cls, table: Table) -> "Ranks":
+    def of(cls, table: Table) -> "ChosenRanks":
         """Return the fields of this class for a table's rows: arrays of the shape (rows, ranks).
 
         A few ranks of each row are chosen, among them the slowest and the fullest. Ways with the
@@ -88,7 +88,7 @@ class Ranks(NamedTuple):
 
 
 def _chosen_ranks(job: Job) -> list[tuple[int, ...]]:
-    """Return the fields of `Ranks` for some pipeline ranks of a way, a tuple for each rank.
+    """Return the fields of `ChosenRanks` for some pipeline ranks of a way, a tuple for each rank.
 
     Among ranks whose stages have the same blocks, embedding and head, the first and the last are
     chosen: the first keeps the most activations, the last waits longest for its first input.
@@ -113,15 +113,17 @@ def _chosen_ranks(job: Job) -> list[tuple[int, ...]]:
 class ClosedForm:
     """The seconds and bytes of every row of a table, for any number of recomputed blocks."""
 
-    def __init__(self, table: Table, ranks: Ranks | None = None):
+    def __init__(self, table: Table, ranks: ChosenRanks | None = None):
         """Keep a table and the chosen ranks of its rows; ranks: None to choose them now."""
         self.table = table
         self.job = table.job
-        self.ranks = ranks or Ranks.of(table)
+        self.ranks = ranks or ChosenRanks.of(table)
 
     def of_rows(self, rows: np.ndarray) -> "ClosedForm":
         """Return an object like this for some of the table's rows; rows: their indices."""
-        return ClosedForm(self.table.of_rows(rows), Ranks(*(column[rows] for column in self.ranks)))
+        return ClosedForm(
+            self.table.of_rows(rows), ChosenRanks(*(column[rows] for column in self.ranks))
+        )
 
     # ---- Bytes --------------------------------------------------------------------------------
 
@@ -133,8 +135,8 @@ class ClosedForm:
         """
         job = self.job
         ranks = self.ranks
-        _, block_activations = memory_terms.kept_of_block(job)
-        flying = memory_terms.in_flight(job, ranks.rank)
+        _, block_activations = self._kept_of_block
+        flying = self._in_flight
         # If the head's rank has a single stage, the logits of all its micro-batches in flight are
         # kept. With several stages its other stages have most of the micro-batches in flight, and
         # the stage with the head runs each backward at once: it keeps the logits of one.
@@ -154,10 +156,19 @@ class ClosedForm:
 
         It is 0 in rows without recomputation.
         """
-        if_recomputed, if_not = memory_terms.kept_of_block(self.job)
-        flying = memory_terms.in_flight(self.job, self.ranks.rank)
-        saved = flying * self.job.layout.stages_per_rank * (if_not - if_recomputed)
+        if_recomputed, if_not = self._kept_of_block
+        saved = self._in_flight * self.job.layout.stages_per_rank * (if_not - if_recomputed)
         return np.where(self.recomputes, saved, 0.0)
+
+    @cached_property
+    def _kept_of_block(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes that a block keeps for one micro-batch: (if it is recomputed, if not)."""
+        return memory_terms.kept_of_block(self.job)
+
+    @cached_property
+    def _in_flight(self) -> np.ndarray:
+        """The micro-batches whose activations each rank keeps at once, at least: (rows, ranks)."""
+        return memory_terms.in_flight(self.job, self.ranks.rank)
 
     @cached_property
     def recomputes(self) -> np.ndarray:

@@ -3,9 +3,9 @@
     program = programs()["nemo-2025"]                       # a table of planner/engines.toml
     machine = on(hardware.load("h100-megatron"), program["software"])
 
-Each fact is a field of `Engine`, set in planner/engines.toml; a field's default is what Trine does.
-A method has the name of a term of the planner's formulas and takes its place (`planner.job.term`);
-most add to what Trine's own formula gives.
+Each fact is a field of `ProgramSoftware`, set in planner/engines.toml; a field's default is what
+Trine does. A method has the name of a term of the planner's formulas and takes its place
+(`planner.job.term`); most add to what Trine's own formula gives.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +21,7 @@ from planner import hardware, memory, memory_terms, op_costs, step_time, time_te
 from planner.hardware import Machine, Software
 from planner.job import Column, Job
 from planner.op_costs import Pass
-from schedules.simulation import Seconds
+from schedules.actions import Seconds
 
 PROGRAMS = Path(__file__).parent / "engines.toml"
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
@@ -47,11 +47,11 @@ def on(
     machine: Machine,
     facts: dict[str, Any],
     values: dict[str, float] | None = None,
-    kind: "type[Engine] | None" = None,
+    kind: "type[ProgramSoftware] | None" = None,
 ) -> Machine:
     """The machine with a program of these facts, in which a constant's name stands for its value:
     that of `values`, or else the one in use. Without any fact the program is Trine. kind: a class
-    of Engine, default: Engine.
+    of ProgramSoftware, default: ProgramSoftware.
     """
     if not facts:
         return machine
@@ -64,26 +64,27 @@ def on(
         machine = replace(machine, **{name: found.pop(name)})
     if found.get("attention") in hardware.KERNELS:
         machine = replace(machine, kernel=found.pop("attention"))
-    return replace(machine, software=(kind or Engine)(**found))
+    return replace(machine, software=(kind or ProgramSoftware)(**found))
 
 
 # Facts that are fields of the machine.
 OF_MACHINE = {"memory_spread"}
 # What a program has if its facts do not say otherwise, where Trine differs: communication buffers
-# of the same size for every layout, no measured time of the host beside its launches, and seconds
-# of a step that do not depend on the model or the batch.
+# of the same size for every layout, no measured time of the host beside its launches, seconds of a
+# step that do not depend on the model or the batch, and a copy of a token for each of its experts.
 OF_PROGRAMS = {
     "buffers": 2e9,
     "group_bytes": 0.0,
     "limited_group_bytes": 0.0,
     "host_of_block": 0.0,
     "per_step": 0.05,
+    "one_copy_to_a_node": False,
 }
 
 
 @dataclass(frozen=True)
-class Engine(Software):
-    """A training program of published rows."""
+class ProgramSoftware(Software):
+    """The software of another training program: what it does otherwise than Trine."""
 
     fp8: bool = False  # whether linear layers of blocks compute in fp8
     # Linear layers keep their inputs in fp8 for the backward, as Transformer Engine does; torchao
@@ -125,7 +126,7 @@ class Engine(Software):
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether attention writes its scores to memory_terms."""
+        """Whether attention writes its scores to memory."""
         return self.attention in ("fused", "math")
 
     # ---- Passes ----------------------------------------------------------------------------------
@@ -349,13 +350,13 @@ def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pas
 # ---- Attention that writes its scores ------------------------------------------------------------
 
 
-def scores_seconds(job: Job, engine: Engine) -> Pass:
+def scores_seconds(job: Job, engine: ProgramSoftware) -> Pass:
     """Seconds of attention's core as batched GEMMs and a softmax, forward and backward."""
     machine, seq, head = job.machine, job.model.seq_length, job.model.head_size
     batch = job.model.heads // job.layout.tp * job.layout.micro_batch_size
     row = 2.0 * 3 * head * batch
-    scores = batched_gemm(machine, (seq, seq, head), batch, row)
-    mixed = batched_gemm(machine, (seq, head, seq), batch, row)
+    scores = batched_gemm(machine, engine, (seq, seq, head), batch, row)
+    mixed = batched_gemm(machine, engine, (seq, head, seq), batch, row)
     elements = 1.0 * batch * seq * seq
     dropout = 5.0 if engine.dropout else 0.0  # read 2, write 2, mask 1
     # Scale, mask, cast, softmax, cast: a kernel each.
@@ -371,13 +372,16 @@ def fused_softmax(seq: int, batch: Column) -> Column:
 
 
 def batched_gemm(
-    machine: Machine, sizes: tuple[int, int, int], batch: Column, row_bytes: Column
+    machine: Machine,
+    engine: ProgramSoftware,
+    sizes: tuple[int, int, int],
+    batch: Column,
+    row_bytes: Column,
 ) -> Column:
     """Seconds of `batch` products (m x k) times (k x n) whose rows are `row_bytes` apart; sizes: m,
     n and k. Where these are misaligned the tensor cores are not used.
     """
-    (m, n, k), engine = sizes, machine.software
-    assert isinstance(engine, Engine)
+    m, n, k = sizes
     traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * op_costs.GEMM_MEMORY)
     if op_costs.aligned(n, k) == 1.0:
         return np.maximum(op_costs.tensor_cores(machine, m, n, k, batch), traffic) + op_costs.LAUNCH

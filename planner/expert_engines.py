@@ -19,7 +19,7 @@ import numpy as np
 
 from config.model_stats import attention_weights, normed_width, shared_parameters
 from planner import op_costs, time_terms
-from planner.engines import Engine
+from planner.engines import ProgramSoftware
 from planner.job import Column, Job
 from planner.op_costs import Pass
 
@@ -41,7 +41,7 @@ SCORE_KEPT, PLACE_KEPT = 4.0 + 1.0, 8.0
 
 
 @dataclass(frozen=True)
-class ExpertEngine(Engine):
+class ExpertEngine(ProgramSoftware):
     """A training program of published rows of models with experts."""
 
     graphs: str = "none"  # of GRAPHS: CUDA graphs of nothing, of some modules, of the whole step

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from config.cli import UNITS, Parser
 from config.errors import UserError
 from planner import hardware, risk
+from planner.programs import PROGRAMS
 
 DEFAULT_TOP = 20  # the number of lines of a table without --top
 # The names of the flags that every question reads.
@@ -74,7 +75,7 @@ class Flag(NamedTuple):
 SPELLED = {"program": "--for"}  # flags whose name in code is another one
 
 FLAGS = {
-    "program": Flag("answer for megatron or torchtitan, with its command", str, "PROGRAM"),
+    "program": Flag(f"answer for {' or '.join(PROGRAMS)}, with its command", str, "PROGRAM"),
     "fp8": Flag("linear layers in fp8, with --for", bool),
     "config": Flag("TOML file of options, a run's folder, its run.json, or a checkpoint"),
     "gpus_per_node": Flag("of a node, if not as in the machine's file", int, "N", 1e4),

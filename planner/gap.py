@@ -77,7 +77,7 @@ COMPUTE = PLACE["compute"]
 # ---- The measured steps -------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class MeasuredStep(NamedTuple):
     """One measured step. Arrays of seconds have the axes rank and pass, after that of PLACE.
 
     seconds: what every pass took: (PLACE, rank, pass); `p2p` is the wait for the pass's input.
@@ -99,7 +99,7 @@ class Row(NamedTuple):
     follows_others: bool
 
 
-def read_rows(run: str, ranks: int) -> list[Row]:
+def read_rows(run: str, ranks: int) -> list[MeasuredStep]:
     """Return the measured steps of a run from its times.jsonl; ranks: the number of ranks.
 
     Raise UserError with the number of the line if a line has values that telemetry/step_times.py
@@ -120,8 +120,8 @@ def read_rows(run: str, ranks: int) -> list[Row]:
     return rows
 
 
-def _row(values: Mapping[str, Any]) -> Row:
-    """Return a line of times.jsonl as a `Row`; telemetry/step_times.py says what the line has.
+def _row(values: Mapping[str, Any]) -> MeasuredStep:
+    """Return a line of times.jsonl as a `MeasuredStep`; telemetry/step_times.py says what it has.
 
     Passes and phases of the line are in microseconds, its clocks in seconds. `apart` is the time of
     saves and evaluations just before the step, which `total` includes.
@@ -157,7 +157,7 @@ def _row(values: Mapping[str, Any]) -> Row:
     nodes = [str(rank["node"]) for rank in ranks]
     offsets = {nodes[rank]: offset[rank] for rank in np.argsort(-error)}
     clocks = (began + [offsets[node] for node in nodes])[:, None]
-    return Row(
+    return MeasuredStep(
         steps=steps,
         spent={phase: float(_numbers(spent)) for phase, spent in values["spent"].items()},
         nodes=nodes,
@@ -202,7 +202,7 @@ class MeasuredSteps:
     step). measured: mean seconds of a step, without saves and evaluations.
     """
 
-    def __init__(self, rows: Sequence[Row], layout: Layout, order: Schedule):
+    def __init__(self, rows: Sequence[MeasuredStep], layout: Layout, order: Schedule):
         """Put the rows' seconds into arrays: `seconds` for the passes, `after` for what follows.
 
         order: the run's schedule. Raise ValueError if the rows have another number of passes.
@@ -411,7 +411,7 @@ def gap(run: str, name: str | None = None) -> Answer:
     return Answer(_table(data), data)
 
 
-def _measured(run: str, config: Config, device: str) -> tuple[list[Row], MeasuredSteps]:
+def _measured(run: str, config: Config, device: str) -> tuple[list[MeasuredStep], MeasuredSteps]:
     """Return all rows of a run's times.jsonl, and the steps to analyse, as `MeasuredSteps`.
 
     The newest steps with as many passes as the last step are analysed, so in a ramp-up only steps

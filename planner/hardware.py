@@ -13,7 +13,7 @@ and those runs. A calibration is a file with rates that the user has measured on
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -108,6 +108,8 @@ class Software:
     # Seconds of a step that do not depend on the model or the batch; one GPU had none
     # (benchmarks/results/gpu-h100.md).
     per_step: float = 0.0
+    # Whether experts on several nodes get one copy of a token to a node (config/dispatch.py).
+    one_copy_to_a_node: bool = True
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,10 @@ class Constant:
     fitted_on: str
 
 
-def names() -> list[str]:
+@cache  # the folder is read once
+def names() -> tuple[str, ...]:
     """Return the names of the machines in `hardware/`, sorted."""
-    return sorted({path.stem for path in FOLDER.glob("*.toml")} - {FITTED, FAMILIES})
+    return tuple(sorted({path.stem for path in FOLDER.glob("*.toml")} - {FITTED, FAMILIES}))
 
 
 def constants() -> list[Constant]:
@@ -248,7 +251,7 @@ def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
     return calibrate(machine, calibration) if calibration else machine
 
 
-def _member(name: str, known: list[str]) -> str:
+def _member(name: str, known: Sequence[str]) -> str:
     """Return the known machine that is meant by a name which is not the name of a machine.
 
     The name may be another spelling, such as NVIDIA-A100-SXM4-80GB, or a family of GPUs, such as

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from config import block_kinds
+from config import block_kinds, dispatch
 from config.errors import UserError
 from config.model_stats import block_parameters, mlp_parameters, whole_weights
 from config.schema import Layout, ModelShape, Training
@@ -100,6 +100,31 @@ class Job(NamedTuple):
             return 1
         wanted = self.layout.ep or math.gcd(experts, self.machine.node)
         return np.gcd(wanted, self.shards * self.layout.tp)
+
+    @property
+    def nodes_with_one_copy(self) -> Column:
+        """The number of nodes to each of which a token is sent once for all its experts there.
+
+        1 if experts are on one node, or if each expert gets its own copy. distributed/mesh.py
+        decides the same for a run. The ranks of a group of experts are neighbours, so they are
+        equally many on each node if the GPUs of a node divide them.
+        """
+        ep, node = self.ep, self.machine.node
+        nodes = np.where(np.equal(ep % node, 0), ep // node, 1)
+        if not self.machine.software.one_copy_to_a_node:
+            return np.ones_like(nodes)
+        counts, places = np.unique(nodes, return_inverse=True)
+        taken = [count if dispatch.sends_once(self.model, int(count)) else 1 for count in counts]
+        return np.array(taken)[places].reshape(nodes.shape)
+
+    @property
+    def copies_of_token(self) -> Column:
+        """The expected number of nodes with any of a token's experts, where each gets one copy."""
+        nodes = self.nodes_with_one_copy
+        top_k = dispatch.top_k_of(self.model)
+        counts, places = np.unique(nodes, return_inverse=True)
+        expected = [dispatch.nodes_of_token(top_k, int(count)) for count in counts]
+        return np.array(expected)[places].reshape(nodes.shape)
 
     @property
     def layout_with_ep(self) -> Layout:

@@ -97,7 +97,7 @@ def ranked_layouts(question: Question) -> Answer:
 
 def _listed(
     question: Question,
-    answer: layouts.Answer,
+    answer: layouts.Ranking,
     safe: list[layouts.Ranked],
     risky: list[layouts.Ranked],
 ) -> list[str]:
@@ -218,7 +218,7 @@ def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layo
     return f"written: {where}, for {what}; in the repository: sbatch {where}"
 
 
-def _draw(question: Question, answer: layouts.Answer) -> None:
+def _draw(question: Question, answer: layouts.Ranking) -> None:
     """Write a picture of layouts, tokens per second over memory, to the file of --picture.
 
     It shows the layouts that fit, the fastest of them for each memory (the front), and the layouts
@@ -279,7 +279,7 @@ def beside(ratio: float) -> str:
     return f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
 
 
-def where_it_fits(question: Question, answer: layouts.Answer) -> list[str]:
+def where_it_fits(question: Question, answer: layouts.Ranking) -> list[str]:
     """Return a line that names a layout or a number of nodes with which the model would fit.
 
     Called if no layout is safe. It returns no line if memory is not the reason.

@@ -59,7 +59,7 @@ class Ranked(NamedTuple):
     priced: Layout
 
 
-class Answer(NamedTuple):
+class Ranking(NamedTuple):
     """The planner's answer.
 
     ranked: layouts that fit, the fastest first. rejected: layouts that cannot run, with reasons.
@@ -80,7 +80,7 @@ def rank(
     most: float = math.inf,
     plain: bool = False,
     every: bool = False,
-) -> Answer:
+) -> Ranking:
     """Return the layouts on the GPUs of a question, the fastest first, and the rejected layouts.
 
     For each tp, pp and micro-batch the fastest layout without risk is ranked. Risky layouts, whose
@@ -106,7 +106,7 @@ def _rank_auto(
     accepted: float,
     most: float,
     plain: bool,
-) -> Answer:
+) -> Ranking:
     """Return the result of `rank` with --schedule auto: ranked with 1F1B, then each with its own.
 
     A layout must be one that train.py accepts with `auto`.
@@ -129,11 +129,11 @@ def _rank_named(
     most: float,
     plain: bool,
     every: bool = False,
-) -> Answer:
+) -> Ranking:
     """Return the result of `rank` for schedules with a name."""
     table, rejected = every_layout(asked)
     if table is None:
-        return Answer([], rejected, 0, [])
+        return Ranking([], rejected, 0, [])
     search = _Search(table, accepted, refusal)
     if every:
         ranked = search.every_row(most)
@@ -144,7 +144,7 @@ def _rank_named(
     rejected += search.rejected(every)
     # This comes last, because `fastest` replaces `left_out`, which was read above.
     plain_lines = search.fastest(1, table.is_plain()) if plain else []
-    return Answer(ranked, rejected, slower, plain_lines[:1])
+    return Ranking(ranked, rejected, slower, plain_lines[:1])
 
 
 def leanest(
@@ -223,8 +223,11 @@ class _Search:
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.of_rows(self.rows)
+        # By whether risky rows are accepted, the likely and the least seconds of these rows.
+        self.seconds: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
+        self.stages: dict[Layout, list[memory.StageMemory]] = {}  # the memory of tried layouts
         self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
         self.taken = set[int]()  # places of which a row without risk was ranked
         self.left_out: list[_Row] = []  # rows that were not tried, as enough others were found
@@ -311,7 +314,9 @@ class _Search:
         counts = self.fits[risky]
         if among is not None:
             counts = counts & among[self.rows]
-        likely, least = self.closed.seconds(self.recomputed[risky][self.rows])
+        if risky not in self.seconds:
+            self.seconds[risky] = self.closed.seconds(self.recomputed[risky][self.rows])
+        likely, least = self.seconds[risky]
         order = np.flatnonzero(counts)
         order = order[np.argsort(likely[order], kind="stable")]
         columns = self.rows, self.table.place[self.rows], likely, least
@@ -342,7 +347,9 @@ class _Search:
             tried = [replace(layout, recompute_layers=number) for number in numbers] + tried
         for layout in tried:
             job = asked.job(layout)
-            stages = memory.stages(job)
+            if layout not in self.stages:
+                self.stages[layout] = memory.stages(job)
+            stages = self.stages[layout]
             needed = max(stage.total for stage in stages)
             if needed > self.room[risky]:
                 continue
@@ -376,12 +383,14 @@ class _Search:
             if place in waiting:
                 continue
             layout = table.layout(row)
+            tp_and_pp = layout.tp, layout.pp
+            if tp_and_pp in too_large:
+                continue
             job = table.asked.job(layout)
             reason = self.refused.get(place) or does_not_fit(job)
             if not reason and every:
                 reason = self._risk_of(job)
-            tp_and_pp = layout.tp, layout.pp
-            if not reason or tp_and_pp in too_large:
+            if not reason:
                 continue
             # A next place with the same tp and pp differs only in its larger micro-batch. It needs
             # more memory than this place, so it is left out of the list.

@@ -3,6 +3,7 @@
     words(run, layout, gpus, fp8)      pretrain_gpt.py and its options
     refusal(run, layout)               why Megatron-LM cannot run a layout, or ""
     SAYS                               the options that the command says, or that are refused
+    PROGRAM                            all of it, with the facts by which it is planned
 
 The options are those of VERSION: tests/data/megatron_options.json has their names, types and
 choices, which tests/test_programs.py compares with printed commands. An option of the model that
@@ -14,7 +15,9 @@ import dataclasses
 import itertools
 
 from config.schema import Config, Layout, ModelShape, Training
+from planner.expert_engines import ExpertEngine
 from planner.partition_costs import part_costs
+from planner.program import Program
 from schedules.partition import blocks_per_stage
 
 VERSION = "core_v0.16.1"
@@ -308,3 +311,28 @@ def notes(run: Config, layout: Layout) -> list[str]:
     if layout.tp > 1 or layout.cp > 1:
         found.append("set CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before Blackwell")
     return found
+
+
+PROGRAM = Program(
+    name="megatron",
+    version=VERSION,
+    engine="nemo-2025",
+    rates="nemo-2025",
+    expert_engine="megatron-experts",
+    facts={},
+    expert_kind=ExpertEngine,
+    expert_facts={"sent_once": False},  # of the dispatcher that the command names
+    values={
+        "schedule": ["1f1b", "interleaved"],
+        "virtual_stages": [2, 3, 4, 5, 6, 8, 10],  # those of published runs
+        "zero": [1, 0],
+        "recompute": ["none", "full"],
+        "sequence_parallel": [True, False],
+        "partition": ["balanced"],
+    },
+    refusal=refusal,
+    words=words,
+    layout_words=layout_words,
+    notes=notes,
+    says=SAYS,
+)

@@ -160,12 +160,15 @@ def most_rows(job: Job, room: float) -> float:
     return low
 
 
-def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]]:
+def of_run(
+    config: Config, rows_over_mean: float = 1.0, node: int | None = None
+) -> list[dict[str, float]]:
     """Return the bytes of each part in OF_RUN on every pipeline rank of a run.
 
     train.py refuses a run that certainly does not fit, and a rehearsal compares what it measures
-    with this. rows_over_mean: see `Job`. The options in `config` must have been checked. With a
-    batch-size ramp-up, the largest batch that this start of the run reaches counts.
+    with this. rows_over_mean: see `Job`. node: the GPUs of a node, default: all. The options in
+    `config` must have been checked. With a batch-size ramp-up, the largest batch that this start of
+    the run reaches counts.
     """
     # The parts in OF_RUN depend on the machine only by its software and the allocator's overhead.
     # The software is set to train.py, and no overhead is counted, so any machine with the run's
@@ -173,6 +176,7 @@ def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]
     name = "cpu" if config.run.device == "cpu" else "a100-80"
     machine = hardware.load(name)
     machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)
+    machine = replace(machine, node=node or 2**30)
     # The formulas count fp64 as fp32, so all bytes of an fp64 run are doubled.
     scale = 2.0 if config.training.precision == "fp64" else 1.0
     batch = max(level.batch for level in config.levels)

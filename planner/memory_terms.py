@@ -39,6 +39,10 @@ SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor":
 PLACES = 8 + 4 + 2 + 2 * 8
 # With --ep > 1 the token is also permuted by rank, which takes two permutations more.
 PLACES_ELSEWHERE = PLACES + 2 * 8
+# If nodes get one copy of a token (node_dispatch.py), its rows are ordered by copy too, which takes
+# one index more; a copy has three, and a token one.
+PLACES_ON_NODES = PLACES_ELSEWHERE + 8
+PLACES_OF_COPY, PLACES_OF_TOKEN = 3 * 8, 8
 
 # With these schedules `in_flight` (micro-batches in flight on a rank) is exact, else a lower bound.
 EXACT = ("1f1b", "gpipe", "zb-h1")
@@ -242,7 +246,10 @@ def communicators(job: Job) -> tuple[Column, Column]:
     over_heads = np.greater(job.over_heads, 1)
     gathers_keys = over_heads & np.greater(job.cp, job.over_heads)
     experts = np.greater(job.ep, 1)
-    free = 1 * tp + cp + over_heads + gathers_keys + experts
+    # Experts that send one copy to a node have a group across nodes, and one within the node.
+    on_nodes = np.greater(job.nodes_with_one_copy, 1)
+    experts_within = on_nodes & np.greater(job.machine.node, 1)
+    free = 1 * tp + cp + over_heads + gathers_keys + experts + experts_within
     replicas = cp & np.greater(job.shards, 1)
     expert_replicas = (experts | tp) & np.greater(job.shards * layout.tp, job.ep)
     expert_replicas = expert_replicas & (job.model.experts > 1)
@@ -326,7 +333,8 @@ def block_activations(job: Job, scores: Column) -> Column:
         numbers = numbers + f / t  # the gate's result (SiLU), which is a kernel of its own in torch
     if experts > 1:
         numbers = numbers + computed * h / t  # rows that came to this GPU's experts
-        numbers = numbers + active * h / t  # results that came back for this GPU's tokens
+        # Results that came back for this GPU's tokens, or that this GPU adds up for its node.
+        numbers = numbers + active * results_over_mean(job) * h / t
     # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
     gathered_from = job.cp // job.over_heads - 1
     numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
@@ -371,6 +379,20 @@ def keys_of_spans(model: ModelShape) -> float:
     return total / length
 
 
+def results_over_mean(job: Job) -> Column:
+    """Return the experts' results that a GPU adds up, over the mean of all GPUs.
+
+    They are those of its own tokens, or where nodes get one copy of a token those of its node's
+    experts. If this GPU's experts get more rows than the mean, all others of its group get equally
+    many, also those of its node.
+    """
+    nodes, rows = job.nodes_with_one_copy, job.rows_over_mean
+    on_node = job.ep / nodes
+    others = (job.ep - rows) / np.maximum(1, job.ep - 1)
+    of_node = (rows + (on_node - 1) * others) / on_node
+    return np.where(np.greater(nodes, 1), of_node, 1.0)
+
+
 def mlp_width(job: Job) -> Column:
     """Return the columns of all MLPs that this GPU computes for each of its tokens, without tp."""
     model = job.model
@@ -410,7 +432,11 @@ def routing_bytes(job: Job) -> Column:
     if model.experts == 1:
         return 0.0
     index_bytes = np.where(job.ep > 1, PLACES_ELSEWHERE, PLACES)
-    token_bytes = 4.0 * (h + model.experts) + index_bytes * model.experts_per_token
+    index_bytes = index_bytes * model.experts_per_token
+    copies = PLACES_OF_COPY * job.copies_of_token + PLACES_OF_TOKEN
+    on_nodes = PLACES_ON_NODES * model.experts_per_token + copies
+    index_bytes = np.where(np.greater(job.nodes_with_one_copy, 1), on_nodes, index_bytes)
+    token_bytes = 4.0 * (h + model.experts) + index_bytes
     unread = 0 if model.shared_ffn_hidden else h
     saved = job.number_bytes * unread / job.sequence_shards
     return job.tokens * (token_bytes / job.layout.tp - saved)

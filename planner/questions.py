@@ -22,6 +22,7 @@ from config.schema import Config
 from planner import hardware, layouts, model_sizes, programs
 from planner.enumeration import PLAIN, Asked
 from planner.job import Job
+from planner.program import Program
 from planner.step_time import NETWORK_SHARES, predict, with_networks
 
 BATCH = 2048  # the global batch size if none is given: all published runs of 200B models have it
@@ -53,7 +54,7 @@ class Question:
     near: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def program(self) -> programs.Program | None:
+    def program(self) -> Program | None:
         """The program of --for, or None: train.py."""
         name = getattr(self.options, "program", None)
         return programs.of(name) if name else None
@@ -96,7 +97,7 @@ class Question:
 
     def rank(
         self, most: float = math.inf, plain: bool = False, starts: Config | None = None
-    ) -> layouts.Answer:
+    ) -> layouts.Ranking:
         """Return the fastest layouts on the question's GPUs, and the layouts that cannot run.
 
         Layout options that the user gave are fixed, and a layout is ranked only if train.py's own

@@ -40,7 +40,7 @@ SPREAD_OF_MEDIAN = 1.86
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """A run that was measured, to compare with the planner's prediction of the same job."""
 
     path: str  # the run's folder or file, as the user named it
@@ -190,7 +190,7 @@ def cluster_of(path: str) -> tuple[str, str]:
         raise UserError(f"{path}/run.json has no device and places of ranks") from None
 
 
-def read(path: str, machine: Machine) -> Run:
+def read(path: str, machine: Machine) -> MeasuredRun:
     """Return a run with its job and the median seconds of a step, for `plan.py calibrate`.
 
     With a ramp-up the steps of the most frequent batch size count. Steps with shorter samples and
@@ -222,7 +222,7 @@ def read(path: str, machine: Machine) -> Run:
     middle = statistics.median(seconds)
     away = statistics.median(abs(one - middle) for one in seconds)
     spread = SPREAD_OF_MEDIAN * away / middle / math.sqrt(len(seconds))
-    return Run(path, job._replace(layout=layout), middle, len(seconds), spread)
+    return MeasuredRun(path, job._replace(layout=layout), middle, len(seconds), spread)
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

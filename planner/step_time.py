@@ -24,8 +24,8 @@ from planner.job import Column, Job, mean_of_kinds, term
 from planner.memory_terms import Parts
 from planner.op_costs import Pass
 from planner.partition_costs import specs_of
+from schedules.actions import Seconds
 from schedules.long_schedule import LongSchedule, long_layout
-from schedules.simulation import Seconds
 
 # If the network's rate was not measured, a step is predicted with each of these shares of the
 # datasheet's rate: reductions over many nodes have been measured at a half to a quarter of it.
@@ -204,6 +204,7 @@ def block_passes(job: Job) -> Pass:
 # ---- The pipeline --------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)  # several parts of a step are computed from them
 def stage_passes(job: Job) -> tuple[Pass, ...]:
     """Return the seconds of one micro-batch through each stage of the layout."""
     layout = job.layout

@@ -40,6 +40,14 @@ ROUTING_OPERATIONS = 45
 # activation, (forward, backward): to copy them into the order of experts and back, and to sum them.
 PERMUTED = (7.0, 9.0)
 PERMUTED_ELSEWHERE = (4.0, 4.0)  # added to PERMUTED with --ep: rows are also ordered by rank
+# The same where nodes get one copy of a token (node_dispatch.py), in place of PERMUTED: for the
+# rows of experts, and for the copies, each way.
+PERMUTED_ON_NODES = (3.0, 9.0)
+COPIED = 4.0
+# The kernels that node_dispatch.py launches in addition to ROUTING_OPERATIONS.
+NODE_OPERATIONS = 35
+# Bytes that go beside a copy for each of the token's experts: its number and its weight, in FP32.
+BESIDE = 8.0
 ROUTER_INPUT = 6.0  # bytes moved for each number of a router's input, which is cast to FP32
 ROUTER_SCORES = 24.0  # bytes moved for each of a router's scores, in FP32
 # Seconds in which a GPU is idle while the host reads the number of rows of each expert: a copy to
@@ -263,8 +271,13 @@ def uneven(job: Job) -> Column:
     LOAD_SPREAD: the more experts a rank has, the less their sum varies. It is 1 without --ep,
     because then each rank has all experts.
     """
-    experts_of_rank = job.model.experts / np.maximum(1, job.ep)
-    return 1.0 + LOAD_SPREAD / np.sqrt(experts_of_rank) * largest_of(job.ep)
+    return busiest(job.model.experts, job.ep)
+
+
+def busiest(experts: int, parts: Column) -> Column:
+    """Return the rows of the busiest of `parts` equal parts of the experts, over their mean."""
+    experts_of_part = experts / np.maximum(1, parts)
+    return 1.0 + LOAD_SPREAD / np.sqrt(experts_of_part) * largest_of(parts)
 
 
 def largest_of(count: Column) -> Column:
@@ -281,7 +294,11 @@ def permuted(job: Job) -> Pass:
     """Return how often all rows for experts are read or written to change their order, and back."""
     if job.model.experts == 1:
         return Pass(0.0, 0.0)
-    return Pass(*PERMUTED) + Pass(*PERMUTED_ELSEWHERE) * (job.ep > 1)
+    often = Pass(*PERMUTED) + Pass(*PERMUTED_ELSEWHERE) * (job.ep > 1)
+    copies = COPIED * job.copies_of_token / job.model.experts_per_token
+    once = Pass(*PERMUTED_ON_NODES) + Pass(*PERMUTED_ELSEWHERE) + Pass(copies, copies)
+    on_nodes = np.greater(job.nodes_with_one_copy, 1)
+    return once * on_nodes + often * ~on_nodes
 
 
 @term
@@ -305,8 +322,28 @@ def dispatched(job: Job) -> Pass:
     All ranks wait for the rank that receives the most tokens.
     """
     sent_bytes = job.model.experts_per_token * job.activation_bytes / job.layout.tp
-    there_and_back = 2 * op_costs.all_to_all(job.machine, job.ep, 1, sent_bytes * uneven(job))
+    often = 2 * op_costs.all_to_all(job.machine, job.ep, 1, sent_bytes * uneven(job))
+    once = dispatched_once(job, sent_bytes * uneven(job))
+    there_and_back = np.where(np.greater(job.nodes_with_one_copy, 1), once, often)
     return Pass(there_and_back, there_and_back)
+
+
+def dispatched_once(job: Job, rows: Column) -> Column:
+    """Return the seconds there and back if nodes get one copy of a token: first across nodes, then
+    within them.
+
+    rows: the bytes that a rank sends to the ranks of its node, and gets back, one row for each of a
+    token's experts. Across nodes there is a row of each copy, and one way the numbers and weights
+    of its experts too.
+    """
+    machine, nodes = job.machine, job.nodes_with_one_copy
+    copies = job.copies_of_token * busiest(job.model.experts, nodes)
+    beside = BESIDE * job.model.experts_per_token * job.tokens
+    of_token = 2 * job.activation_bytes + beside
+    # An all-to-all sends (nodes - 1) / nodes of what its ranks have to other nodes: of all copies.
+    across = op_costs.all_to_all(machine, nodes, machine.node, copies * of_token / job.layout.tp)
+    within = op_costs.all_to_all(machine, np.where(np.greater(nodes, 1), machine.node, 1), 1, rows)
+    return across + machine.network.latency + 2 * within
 
 
 @term
@@ -347,7 +384,8 @@ def operations(job: Job) -> Column:
     collectives = np.where(job.sequence_parallel, 4, 2)  # all-reduces, or gathers and scatters
     expert_operations: Column = 0
     if job.model.experts > 1:
-        expert_operations = ROUTING_OPERATIONS + 2 * job.model.experts // job.ep
+        on_nodes = NODE_OPERATIONS * np.greater(job.nodes_with_one_copy, 1)
+        expert_operations = ROUTING_OPERATIONS + on_nodes + 2 * job.model.experts // job.ep
     return OPERATIONS + expert_operations + np.where(job.layout.tp > 1, collectives, 0)
 
 

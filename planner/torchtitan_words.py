@@ -3,6 +3,7 @@
     words(run, layout, gpus, fp8)      -m torchtitan.train and its options
     refusal(run, layout)               why torchtitan cannot run a layout, or ""
     SAYS                               the options that the command says, or that are refused
+    PROGRAM                            all of it, with the facts by which it is planned
 
 The options are those of VERSION: tests/data/torchtitan_options.json has their names, types and
 choices, which tests/test_programs.py compares with printed commands. A model of torchtitan is one
@@ -15,6 +16,8 @@ gradients once in a step, which holds and sends what --zero 1 does.
 from typing import NamedTuple
 
 from config.schema import Config, Layout, ModelShape, Training
+from planner.engines import ProgramSoftware
+from planner.program import Program
 
 VERSION = "v0.2.2"
 STEPS = 1000  # --training.steps if the user gave no length
@@ -225,3 +228,29 @@ def notes(run: Config, layout: Layout) -> list[str]:
         sizes += ", the head tied to the embedding" * model.tied
         found.append(f"torchtitan has no flavor of this shape: NEW_FLAVOR must have {sizes}")
     return found
+
+
+PROGRAM = Program(
+    name="torchtitan",
+    version=VERSION,
+    engine="torchtitan",
+    rates="automodel",  # its own rows are of a cluster with another H100
+    expert_engine="torchtitan",
+    facts={"fused_norms": True, "fused_elementwise": True, "keeps_products": True},  # compiled
+    expert_kind=ProgramSoftware,  # no run with experts was measured: Trine's formulas
+    expert_facts={},
+    values={
+        "schedule": ["1f1b", "gpipe", "interleaved", "zb-v"],
+        "virtual_stages": [2, 4],
+        "zero": [1, 3],
+        "recompute": ["none", "selective", "full"],
+        "recompute_layers": [None],
+        "sequence_parallel": [True],
+        "partition": ["blocks"],
+    },
+    refusal=refusal,
+    words=words,
+    layout_words=layout_words,
+    notes=notes,
+    says=SAYS,
+)

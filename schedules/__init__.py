@@ -3,6 +3,7 @@
     actions          what a pass needs, and all passes of a schedule as numbers
     schedule         the actions of every rank, and what makes a schedule valid
     simulation       when each action runs, how much time is idle; grids and Chrome traces
+    interleaved      the interleaved schedule: its groups, its end, its memory
     orders           makes every schedule: `build`, with list_scheduling; `of_layout`
     long_schedule    what a schedule of many micro-batches takes and holds
     partition        which blocks each stage holds, by the seconds of a model's parts

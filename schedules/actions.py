@@ -13,13 +13,15 @@ only simulated, a `Numbered`, an action is an integer: with S stages and M micro
 5, and B0 is 6 and 7.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+# The seconds of an action, by its kind and stage: all micro-batches take the same time.
+Seconds = Mapping[tuple[str, int], float]
 # F sends its result to the next stage and B to the stage before: by kind, the step from a stage to
 # the receiving stage. No other kind of action sends its result to a single stage.
 STEPS = {"F": 1, "B": -1}
@@ -45,7 +47,7 @@ class Action(NamedTuple):
 NOTHING = -1  # the entry in `Numbered.awaited` of an action that waits for no other rank
 
 
-class Pipeline:
+class PipelineGraph:
     """The stages of a pipeline, and what each action waits for.
 
     It is the part that `Schedule` and `Numbered` have in common. `rank_of[s]` is the rank that
@@ -106,7 +108,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Numbered(Pipeline):
+class Numbered(PipelineGraph):
     """A schedule whose actions are numbers, for loops over many actions, as in a simulation.
 
     All actions are numbered by kind (in the order of `kinds`, a part of FBW), then by
@@ -181,17 +183,24 @@ class Numbered(Pipeline):
         """Return the largest size of activations that each rank holds at once.
 
         A rank holds a micro-batch's activations in a stage from F to W, or to B if there is no W.
-        sizes: for each stage, the size of one micro-batch's activations, in any unit. An action's
-        number is kind * of_kind + micro_batch * stages + stage, kind being an index in `kinds`.
+        sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
         size_of = np.array(sizes)
+        changes = (signs * size_of[stages] for signs, stages in self._held)
+        # The running sum is what the rank holds after each action.
+        return tuple(np.cumsum(change).max().item() for change in changes)
+
+    @cached_property
+    def _held(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each rank, what its actions change of what it holds, and the actions' stages.
+
+        F, which is kind 0, adds the stage's size (1), the last kind of a stage subtracts it (-1),
+        and the other kinds change nothing (0).
+        """
         releasing_kind = self.kinds.find("W" if self.split else "B")
-        most = []
+        found = []
         for numbers in self.ranks:
             kinds, numbers_in_kind = np.divmod(numbers, self.of_kind)
-            # F, which is kind 0, adds the stage's size, the releasing kind subtracts it, and the
-            # other kinds change nothing; the running sum is what the rank holds after each action.
             signs = 1 * (kinds == 0) - (kinds == releasing_kind)
-            held = np.cumsum(signs * size_of[numbers_in_kind % self.stages])
-            most.append(held.max().item())
-        return tuple(most)
+            found.append((signs, numbers_in_kind % self.stages))
+        return found

@@ -42,9 +42,28 @@ def list_rows(rank_of: Sequence[int], micro_batches: int, limit: int) -> list[li
     first_backward = micro_batches * stages  # the numbers of actions: F, then B, then W
     first_weights = 2 * first_backward
     left = 3 * first_backward
+
+    def choice(rank: int) -> tuple[str, int]:
+        """Return the kind and the stage of the action that a rank starts, or ("", 0) if none.
+
+        Every B comes before every F. Among passes of one kind, the last stage comes first. An F
+        starts only if its activations fit; a B takes no further memory.
+        """
+        for stage in own[rank]:
+            if backward[stage] < backward[stage + 1]:
+                return "B", stage
+        for stage in own[rank]:
+            if forward[stage] < forward[stage - 1] and held[rank] <= room[stage]:
+                return "F", stage
+        # No B and no F can start, so the rank does a W, in the stage that has done the fewest.
+        with_weights_to_do = [stage for stage in own[rank] if weights[stage] < backward[stage]]
+        if not with_weights_to_do:
+            return "", 0
+        return "W", min(with_weights_to_do, key=weights.__getitem__)
+
     while left:
         # Every rank that can starts an action, by what was done before this unit of time.
-        chosen = [_choice(own[r], held[r], room, forward, backward, weights) for r in ranks]
+        chosen = list(map(choice, ranks))
         for rank, (kind, stage) in enumerate(chosen):
             # A stage does the passes of a kind in the order of micro-batches, so the number of
             # passes that it has done is the micro-batch of this one.
@@ -65,30 +84,3 @@ def list_rows(rank_of: Sequence[int], micro_batches: int, limit: int) -> list[li
             left -= 1
         backward[stages] = forward[stages - 1]
     return rows
-
-
-def _choice(
-    own: list[int],
-    held: int,
-    room: list[int],
-    forward: list[int],
-    backward: list[int],
-    weights: list[int],
-) -> tuple[str, int]:
-    """Return the kind and the stage of the action that a rank starts, or ("", 0) if it has none.
-
-    own, held: the rank's stages, and what it holds. The other arguments are those of `list_rows`,
-    with a number for each stage. Every B comes before every F. Among passes of one kind, the last
-    stage comes first. An F starts only if its activations fit; a B takes no further memory.
-    """
-    for stage in own:
-        if backward[stage] < backward[stage + 1]:
-            return "B", stage
-    for stage in own:
-        if forward[stage] < forward[stage - 1] and held <= room[stage]:
-            return "F", stage
-    # No B and no F can start, so the rank does a W, in the stage that has done the fewest.
-    with_weights_to_do = [stage for stage in own if weights[stage] < backward[stage]]
-    if not with_weights_to_do:
-        return "", 0
-    return "W", min(with_weights_to_do, key=weights.__getitem__)

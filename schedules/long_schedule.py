@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from config.schema import Layout
-from schedules.actions import Numbered
+from schedules.actions import Numbered, Seconds
+from schedules.interleaved import Interleaved
 from schedules.orders import numbered
-from schedules.simulation import Seconds, ends, ends_by_rounds
+from schedules.simulation import ends, ends_by_rounds, gpipe_end
 
 # At least ROUNDS rounds are simulated, of schedules that repeat themselves after one round
 # SHORT_ROUNDS. With few ranks they are more rounds, of about LEAST micro-batches: interleaved
@@ -49,6 +50,8 @@ class LongSchedule:
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
         # Once a pipeline is full, further rounds hold no more, so few rounds are enough.
+        if self.name == "interleaved":
+            return Interleaved(self.ranks, self.virtual, self._simulated()).most_held(sizes)
         return self.shortened().most_held(sizes)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
@@ -57,9 +60,14 @@ class LongSchedule:
         seconds: the duration of an action by (kind, stage). transfer: the time of one message.
         """
         count = self._simulated()
+        if self.name == "gpipe":
+            return gpipe_end(self.ranks, count, seconds, transfer)
         if self.name in ONE_STAGE:
             split = self.name == "zb-h1"
             end, backwards = ends_by_rounds(self.ranks, count, seconds, transfer, split)
+        elif self.name == "interleaved" and 1 < self.ranks <= count:
+            schedule = Interleaved(self.ranks, self.virtual, count)
+            end, backwards = schedule.ends(seconds, transfer)
         else:
             short = self.shortened()
             ended = ends(short, seconds, transfer)

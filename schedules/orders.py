@@ -16,10 +16,11 @@ ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import chain, pairwise, product
+from itertools import chain, product
 
 from config.schema import Layout
 from schedules.actions import Numbered
+from schedules.interleaved import Interleaved
 from schedules.list_scheduling import list_rows
 from schedules.partition import placement, rank_of_stages
 from schedules.schedule import Schedule, check
@@ -120,30 +121,21 @@ def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     """Return the interleaved order: a rank takes a group of micro-batches through all its stages.
 
-    The rank of a stage is the stage's number modulo the number of ranks. A group has at least as
-    many micro-batches as there are ranks, or it has all micro-batches.
-
-    Before its first backward pass a rank runs the first group through all its stages but the last,
-    and does two forward passes for each later rank, because the first micro-batch goes through that
-    rank forward and backward before its gradient arrives.
+    The rank of a stage is the stage's number modulo the number of ranks. The groups, and how many
+    forward passes a rank does first, are in schedules/interleaved.py.
     """
     ranks = max(rank_of) + 1
     stages = len(rank_of)
-    virtual = stages // ranks
-    # The micro-batches are divided into groups of nearly equal size: group n has the micro-batches
-    # from ends[n] to ends[n + 1] - 1. With 4 ranks and 10 micro-batches the ends are 0, 5, 10.
-    rounds = max(1, micro_batches // ranks)
-    ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
+    schedule = Interleaved(ranks, stages // ranks, micro_batches)
     forwards = []
     backwards = []
-    ahead = []  # for each rank, the number of its forward passes before its first backward pass
     for rank in range(ranks):
         stages_of_rank = range(rank, stages, ranks)
         rank_forwards: list[int] = []
         rank_backwards: list[int] = []
         # Each group goes forward through the rank's stages in order, and backward in reverse order.
         # The numbers of a stage's passes are `stages` apart.
-        for begin, end in pairwise(ends):
+        for begin, end in schedule.groups:
             for stage in stages_of_rank:
                 rank_forwards += range(begin * stages + stage, end * stages + stage, stages)
             for stage in reversed(stages_of_rank):
@@ -151,10 +143,7 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
                 rank_backwards += range(first + begin * stages, first + end * stages, stages)
         forwards.append(rank_forwards)
         backwards.append(rank_backwards)
-        # Two forward passes for each later rank, and the first group, which has ends[1]
-        # micro-batches, in all of the rank's stages but the last.
-        ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * ends[1])
-    return _alternating(forwards, backwards, ahead)
+    return _alternating(forwards, backwards, list(map(schedule.ahead, range(ranks))))
 
 
 def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:

@@ -185,8 +185,10 @@ def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[i
     # The blocks of a rank, counted in `end_counts` or `middle_counts`, are divided among its
     # stages: each block goes to the stage with the least time.
     blocks = [0] * len(rank_of)
-    for rank in ranks:
-        stages = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
+    stages_of: list[list[int]] = [[] for _ in ranks]  # the stages of each rank, the last one first
+    for stage in reversed(range(len(rank_of))):
+        stages_of[rank_of[stage]].append(stage)
+    for rank, stages in enumerate(stages_of):
         count = end_counts[ends.index(rank)] if rank in ends else middle_counts[rank - 1]
         counts = _to_the_least([stage_loads[stage] for stage in stages], count, costs.block)
         for stage, n in zip(stages, counts):

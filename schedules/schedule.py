@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import islice, product
 from typing import NamedTuple
 
-from schedules.actions import OWN_INPUT, STEPS, Action, Numbered, Pipeline
+from schedules.actions import OWN_INPUT, STEPS, Action, Numbered, PipelineGraph
 
 
 class ScheduleError(Exception):
@@ -37,7 +37,7 @@ Places = dict[tuple[str, int], dict[int, int]]
 
 
 @dataclass(frozen=True)
-class Schedule(Pipeline):
+class Schedule(PipelineGraph):
     """The actions of every pipeline rank, in order, which the pipeline executes.
 
     ranks: for each rank, its actions. `rank_of[s]` is the rank that holds stage s.

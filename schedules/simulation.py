@@ -13,18 +13,16 @@ actions are numbers (`actions.Numbered`); tests compare the two. schedule.py def
 Draws schedules and steps: as a grid of characters, and as events of a Chrome trace.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedules.actions import Action, Numbered
+from schedules.actions import Action, Numbered, Seconds
 from schedules.schedule import Schedule, ScheduleError
 
-# The seconds of an action, by its kind and stage: all micro-batches take the same time.
-Seconds = Mapping[tuple[str, int], float]
 # Durations in the unit in which papers draw schedules, a forward pass of any stage. A backward pass
 # that is not split takes B + W = 2.
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0}
@@ -198,6 +196,19 @@ def ends_by_rounds(
             clocks[: done + 1] += weights[: done + 1]
     left = np.minimum(np.arange(ranks), micro_batches)
     return float((clocks + left * weights).max()), backwards
+
+
+def gpipe_end(ranks: int, micro_batches: int, seconds: Seconds, transfer: float) -> float:
+    """Return when the last action of GPipe ends, with one stage on each rank.
+
+    All micro-batches take the same time, so once the first one has passed all ranks, the others
+    follow one by one in the time of the slowest rank; first forward, then backward.
+    """
+    end = 0.0
+    for kind in "FB":
+        durations = [seconds[kind, rank] for rank in range(ranks)]
+        end += sum(durations) + (ranks - 1) * transfer + (micro_batches - 1) * max(durations)
+    return end
 
 
 def bubble(slots: list[list[Slot]]) -> float:

@@ -31,7 +31,7 @@ from corpora.text_sources import (
 )
 from scripts.encoders import find_cut
 from scripts.partial_job import PartialJob
-from scripts.progress import Progress
+from scripts.progress import ByteProgress
 
 BLOCK = 1 << 20  # bytes of a long document that are read at a time
 PART = 1 << 16  # characters of a part of a long text
@@ -114,7 +114,7 @@ def copy_documents(job: PartialJob, paths: list[Path], options: Any, vocab: int)
     """
     copy = _Copy(job, options.skip_bad)
     saved = time.monotonic()
-    progress = Progress("copying", sum(_size(path) for path in paths))
+    progress = ByteProgress("copying", sum(_size(path) for path in paths))
     with copy.documents, copy.sizes:
         for path in paths[copy.state["files"] :]:
             with damage_named(path):
@@ -133,7 +133,7 @@ def _size(path: Path) -> int:
 # ---- Reading -------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A document or a part of one. following: where the next piece begins, a place of the order and
     bytes of that document that have been passed. begins, ends: whether the document does. forced:
     whether a token may differ at its end.
@@ -176,7 +176,9 @@ class Documents:
         """Bytes of the pieces before the one that begins at a place."""
         return int(np.abs(self.sizes[self._order[: place[0]]]).sum()) + place[1]
 
-    def pieces(self, encoder: Encoder | None, begin: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
+    def pieces(
+        self, encoder: Encoder | None, begin: tuple[int, int] = (0, 0)
+    ) -> Iterator[TextPiece]:
         """All pieces from a place on that a piece has named as `following`.
 
         encoder: the tokens of the parts of a long text are those of the whole. Without one a long
@@ -193,19 +195,19 @@ class Documents:
                     yield from self._parts(number, start, size, offset, encoder)
                 else:
                     text = os.pread(self._file.fileno(), size, start).decode()
-                    yield Piece(text, size, True, True, (number + 1, 0))
+                    yield TextPiece(text, size, True, True, (number + 1, 0))
                 offset = 0
 
-    def _tokens(self, number: int, start: int, size: int, offset: int) -> Iterator[Piece]:
+    def _tokens(self, number: int, start: int, size: int, offset: int) -> Iterator[TextPiece]:
         for begin in range(offset, size, BLOCK):
             raw = os.pread(self._file.fileno(), min(BLOCK, size - begin), start + begin)
             ends = begin + len(raw) == size
             following = (number + 1, 0) if ends else (number, begin + len(raw))
-            yield Piece(np.frombuffer(raw, "<i4"), len(raw), not begin, ends, following)
+            yield TextPiece(np.frombuffer(raw, "<i4"), len(raw), not begin, ends, following)
 
     def _parts(
         self, number: int, start: int, size: int, offset: int, encoder: Encoder | None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         text = ""
         passed = offset
@@ -218,6 +220,6 @@ class Documents:
                 count = len(text[:following].encode())
                 begins = passed == 0
                 passed += count
-                yield Piece(text[:end], count, begins, False, (number, passed), place is None)
+                yield TextPiece(text[:end], count, begins, False, (number, passed), place is None)
                 text = text[following:]
-        yield Piece(text, size - passed, passed == 0, True, (number + 1, 0))
+        yield TextPiece(text, size - passed, passed == 0, True, (number + 1, 0))

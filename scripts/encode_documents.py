@@ -22,7 +22,7 @@ import numpy as np
 from config.errors import UserError
 from corpora.token_files import checksums_of, token_type_of, write_index
 from scripts import documents
-from scripts.documents import Piece
+from scripts.documents import TextPiece
 from scripts.encoders import load_encoder
 from scripts.partial_job import NAMES, PartialJob
 from scripts.word_cache import WordCache, as_bytes, splits_at_spaces
@@ -44,11 +44,11 @@ class Source(NamedTuple):
 class Chunk:
     """Pieces that are encoded together: texts, or the tokens of one array."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TextPiece] = field(default_factory=list)
     size: int = 0  # bytes
 
 
-def chunks(pieces: Iterator[Piece]) -> Iterator[Chunk]:
+def chunks(pieces: Iterator[TextPiece]) -> Iterator[Chunk]:
     """All pieces, in chunks."""
     chunk = Chunk()
     for piece in pieces:

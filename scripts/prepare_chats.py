@@ -94,7 +94,7 @@ def _has_content(message: dict[str, Any]) -> bool:
     return isinstance(content, str) or (content is None and isinstance(calls, list) and bool(calls))
 
 
-class Lines:
+class ChatLines:
     """The conversations of all files, copied into a temporary file and read in any order.
 
     Only their places are held in memory.
@@ -241,7 +241,7 @@ def write(options: argparse.Namespace) -> str:
     counts = Counts(encoder, settings)
     target = os.path.dirname(options.out) or "."
     os.makedirs(target, exist_ok=True)
-    lines = Lines(options.paths, target, plain)
+    lines = ChatLines(options.paths, target, plain)
     marks = IndexedDatasetWriter(names[1], 2)
     templates = [ChatTemplate(plain, settings.tokens)]
     if for_tools is not None:

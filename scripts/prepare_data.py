@@ -57,7 +57,7 @@ with errors.installed():
     from scripts.encode_documents import PartialPair, Source, chunks, encode_all
     from scripts.encoders import load_encoder, settings_of
     from scripts.partial_job import PartialJob
-    from scripts.progress import Progress
+    from scripts.progress import ByteProgress
 
 # Numbers that an option takes. A new tokenizer has an id for each byte and for the end token; its
 # trainer allocates memory for all ids that it may have.
@@ -121,7 +121,7 @@ def train_tokenizer(documents: Documents, options: argparse.Namespace) -> Tokeni
         show_progress=False,
     )
     limit = int(options.tokenizer_mb * 1e6)
-    progress = Progress("tokenizer", min(limit, documents.bytes))
+    progress = ByteProgress("tokenizer", min(limit, documents.bytes))
 
     def sample() -> Iterator[str]:
         """The first texts, of about --tokenizer-mb together."""
@@ -284,7 +284,7 @@ def encode(
     """Write every document; UserError if there is none."""
     pair = PartialPair(job, vocab_size)
     try:
-        progress = Progress("encoding", documents.bytes, documents.bytes_before(pair.next))
+        progress = ByteProgress("encoding", documents.bytes, documents.bytes_before(pair.next))
         every = chunks(documents.pieces(encoder, pair.next))
         for chunk, (tokens, counts) in encode_all(every, source, processes):
             pair.add(chunk, tokens, counts)

@@ -1,6 +1,6 @@
 """How far a long work is: a line now and then.
 
-progress = Progress("encoding", total)
+progress = ByteProgress("encoding", total)
 progress.advance(4096)                  # bytes
 
 encoding: 31 % of 512 MB, 4.9 MB/s, 72 s left
@@ -11,7 +11,7 @@ import time
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress:
+class ByteProgress:
     """Counts bytes up to `total`; done: those of an earlier run, which do not count as speed."""
 
     def __init__(self, name: str, total: int, done: int = 0):

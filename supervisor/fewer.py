@@ -144,7 +144,7 @@ class Fewer:
                     found.append(SmallerLayout(nodes, flags, ranked.prediction.seconds))
         return sorted(found, key=lambda layout: layout.seconds)
 
-    def _rank(self, nodes: int, fixed: dict[str, Any], accepted: float) -> layouts.Answer:
+    def _rank(self, nodes: int, fixed: dict[str, Any], accepted: float) -> layouts.Ranking:
         """Return the planner's layouts on a number of nodes.
 
         fixed: options of the layout that the planner must not change, by name. accepted: the

@@ -36,7 +36,7 @@ Hashes = dict[tuple[ParamSpec, str], Tensor]
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A tensor whose replicas differ, with the text for the error.
 
     outvoted: the ranks whose replica differs from the majority's; empty without a majority of equal
@@ -76,8 +76,10 @@ def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -
     raise RuntimeError(f"after iteration {iteration} replicas are no longer equal: {text}")
 
 
-def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Difference]:
-    """Return a Difference per tensor of this rank whose replicas differ in any bit.
+def differing_replicas(
+    stages: nn.Module, optimizer: Optimizer, mesh: Mesh
+) -> list[ReplicaDifference]:
+    """Return a ReplicaDifference per tensor of this rank whose replicas differ in any bit.
 
     Weights are compared over dp (and cp), tp and tied pairs; master weights and optimizer state
     over tp and tied pairs, and over dp if they are not sharded. Collective over the mesh.
@@ -129,8 +131,8 @@ def _state_hashes(optimizer: Optimizer) -> Hashes:
     return hashes
 
 
-def _compare(axis: str, group: Group, hashes: Hashes) -> list[Difference]:
-    """Return a Difference per tensor whose hashes differ between the group's ranks.
+def _compare(axis: str, group: Group, hashes: Hashes) -> list[ReplicaDifference]:
+    """Return a ReplicaDifference per tensor whose hashes differ between the group's ranks.
 
     axis: the group's name in errors. hashes: all ranks pass the same keys in the same order.
     Collective over the group.
@@ -157,7 +159,7 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[Difference]:
             conjunction = "against"
         ranks = f"{with_other_value} {conjunction} {with_common_value}"
         sentence = f"{spec.name} {kind} differs over {axis}: ranks {ranks}"
-        differences.append(Difference(sentence, outvoted))
+        differences.append(ReplicaDifference(sentence, outvoted))
     return differences
 
 

@@ -13,6 +13,7 @@ class FakeContext:
 
     def __init__(self, size: int, rank: int = 0):
         self.size, self.rank, self.recorder = size, rank, FlightRecorder()
+        self.nodes = ["a"] * size
         self.made: list[tuple[str, list]] = []
 
     def group(self, rows, role):

@@ -6,6 +6,7 @@ A case is a dictionary of option names, as on the command line. One start serves
 the mesh is an object that is passed.
 """
 
+import dataclasses
 import json
 import math
 import sys
@@ -17,8 +18,8 @@ import torch
 
 import data
 import trainer
+from config import dispatch, validation
 from config import schema as configuration
-from config import validation
 from config.command_line import build
 from config.learning_rate import learning_rate
 from distributed.context import Context, start
@@ -128,9 +129,13 @@ def run_case(case: dict, context: Context) -> dict:
     """Return the result of `run`, or with --compile of `run_compiled`.
 
     A UserWarning, such as torch's, is an error, since a user would see it in every such run; not
-    with --compile, whose compiler warns of what it leaves out.
+    with --compile, whose compiler warns of what it leaves out. "nodes" of a case is a letter for
+    each rank: ranks with the same letter are taken to be on one node; without it all are on one.
     """
+    case = dict(case)
+    nodes = case.pop("nodes", "a" * context.size)
     config = validation.check(options(case), context.size)
+    context.places = [dataclasses.replace(p, node=n) for p, n in zip(context.places, nodes)]
     if case.get("compile"):
         result = run_compiled(config, context)
     else:
@@ -164,4 +169,5 @@ def run_compiled(config: configuration.Config, context: Context) -> dict:
 
 if __name__ == "__main__":
     configuration.LEAST_BUCKET = 1  # several buckets, which are reduced in the last backward
+    dispatch.LEAST_SPARED = 0.0  # with experts on several nodes a token is always sent once to each
     run_jobs(run_case)

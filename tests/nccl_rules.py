@@ -7,7 +7,7 @@ stuck_streams(meshes)       which ranks wait for one another for ever, or None
 import torch
 
 from distributed.mesh import CHANNELS, Mesh
-from emulator.matching import World, deadlock
+from emulator.matching import RunTraces, deadlock
 from emulator.recording import LOAD, Event
 from watchdog.flight_recorder import FlightRecorder
 
@@ -90,7 +90,7 @@ class LoadingRecorder(FlightRecorder):
 def stuck_streams(meshes: list[StreamMesh]) -> str | None:
     """Which ranks wait for one another for ever, if a send ends only with its receive."""
     rows = {role: [tuple(range(len(meshes)))] for mesh in meshes for role in mesh.roles}
-    return deadlock(World(rows, [mesh.events for mesh in meshes]))
+    return deadlock(RunTraces(rows, [mesh.events for mesh in meshes]))
 
 
 class Passing(torch.nn.Module):

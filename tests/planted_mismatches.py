@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-from emulator.matching import NOT_COLLECTIVE, World
+from emulator.matching import NOT_COLLECTIVE, RunTraces
 from emulator.recording import MESSAGES, Event
 
 KINDS = (
@@ -25,7 +25,7 @@ class Cannot(Exception):
     """The rank's trace has nothing of the kind."""
 
 
-def plant(world: World, kind: str, seed: int) -> tuple[World, int, str, str]:
+def plant(world: RunTraces, kind: str, seed: int) -> tuple[RunTraces, int, str, str]:
     """The world with one defect; the rank that has it, the role, and in words what was planted."""
     chance = random.Random(seed)
     rank = chance.randrange(len(world.traces))
@@ -44,7 +44,7 @@ def plant(world: World, kind: str, seed: int) -> tuple[World, int, str, str]:
     traces = list(world.traces)
     traces[rank] = _number(events)
     about = f"rank {rank}: {kind} of {event.kind} {event.number} of {event.role}"
-    return World(world.rows, traces), rank, event.role, about
+    return RunTraces(world.rows, traces), rank, event.role, about
 
 
 def _change(events: list, at: int, kind: str, places: list[int], chance: random.Random) -> None:

@@ -11,7 +11,7 @@ import golden_worker
 import trainer
 from config import validation
 from config.schema import Config
-from corpora.tasks import Request, TaskSet
+from corpora.tasks import ScoringRequest, TaskSet
 from distributed.context import Context
 from scoring import Scorer
 from telemetry import pass_times
@@ -25,7 +25,7 @@ def requests_of(config: Config, count: int = 23) -> TaskSet:
     for _ in range(count):
         size = draw.randint(2, model.seq_length + 1)
         ids = [draw.randrange(model.vocab_size) for _ in range(size)]
-        requests.append(Request(ids, draw.choice([1, size - 1, draw.randint(1, size - 1)])))
+        requests.append(ScoringRequest(ids, draw.choice([1, size - 1, draw.randint(1, size - 1)])))
     return TaskSet([], requests)
 
 

@@ -23,7 +23,7 @@ from checker.compare import Reference, Seen, first_difference
 from checker.drawn import drawn
 from checker.layouts import VALUES, cover, name_of, ranks_of, read, some
 from checker.recorder import Piece
-from checker.runs import Job, Worker
+from checker.runs import CheckedRun, Worker
 from checker.shrink import shrink, unsaid
 from checker.thresholds import SMALL
 from config import command_line, validation
@@ -278,7 +278,9 @@ def test_z_losses_beside_losses_are_compared_as_two_numbers_of_each_token(tmp_pa
     """A head whose output (2, s, b) had no record left out what is behind it."""
     config, _ = small(tmp_path, f"{GPT} --z-loss 0.01")
     alone = dataclasses.replace(config, layout=dataclasses.replace(config.layout, dp=1))
-    answer = Worker(looks_alone=False)(start_context(Launch("python"), config.run), Job(alone))
+    answer = Worker(looks_alone=False)(
+        start_context(Launch("python"), config.run), CheckedRun(alone)
+    )
     shapes = {piece.values.shape for piece in answer.pieces if piece.key[1:] == ("output", "head")}
     assert shapes == {(24, config.layout.micro_batch_size, 2)}
 

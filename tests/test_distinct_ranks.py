@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from config.schema import Layout, ModelShape, coordinates, rows_along
 from emulator import rehearsal
-from emulator.matching import World, mismatches
+from emulator.matching import RunTraces, mismatches
 from emulator.recording import Event
 
 AXES = rehearsal.AXES
@@ -49,7 +49,7 @@ def test_every_stage_and_every_pair_of_places_is_run(config):
         assert there == {(kind(config, one, r), kind(config, two, r)) for r in ran}
 
 
-def rehearsed(config, does: dict) -> World:
+def rehearsed(config, does: dict) -> RunTraces:
     """The world as the ranks that are run do it; does[rank]: whether it enters an all-reduce along
     each axis.
     """
@@ -59,7 +59,7 @@ def rehearsed(config, does: dict) -> World:
     for rank in rehearsal.chosen(config):
         events = [Event("all_reduce", role, 1, 4, "float32", "SUM") for role in rows]
         own[rank] = events if does[rank] else []
-    return World(rows, [own[other] for other in rehearsal.taken_as(config, list(own))])
+    return RunTraces(rows, [own[other] for other in rehearsal.taken_as(config, list(own))])
 
 
 @pytest.mark.parametrize("axes", list(combinations_with_replacement(AXES, 2)))
@@ -73,6 +73,20 @@ def test_what_ranks_of_two_places_leave_out_is_found(axes):
         does = {r: any(kind(config, axis, r) != name for axis, name in places) for r in ranks}
         left_out = 64 - sum(does.values())
         assert bool(mismatches(rehearsed(config, does))) == (0 < left_out < 64), names
+
+
+def test_ranks_of_experts_that_exchange_with_the_first_are_run():
+    """With one copy of a token to a node: the last on its node, and the one in its place on the
+    last node. Of groups that are placed otherwise another rank is run.
+    """
+    model = ModelShape(2, 64, 4, experts=16, experts_per_token=8, activation="swiglu", bias=False)
+    config = SimpleNamespace(layout=Layout(dp=24, ep=8), model=model)
+    assert {0, 3, 4, 7} <= set(rehearsal.chosen(config, nodes=6))
+    # Nodes of 6: the groups are on (6, 2), (4, 4) and (2, 6) ranks of two nodes.
+    ran = rehearsal.chosen(config, nodes=4)
+    taken = rehearsal.taken_as(config, ran, nodes=4)
+    assert {taken[rank] // 8 for rank in range(8, 16)} == {1}
+    assert {taken[rank] // 8 for rank in (*range(8), *range(16, 24))} <= {0, 2}
 
 
 def test_how_many_ranks_of_a_large_world_are_run():

@@ -29,7 +29,7 @@ from config.errors import UserError
 from corpora.token_files import IndexedDatasetWriter
 from distributed.mesh import Mesh
 from distributed.token_exchange import order_by_expert
-from emulator.matching import World, mismatches
+from emulator.matching import RunTraces, mismatches
 from emulator.recording import Event
 from experts import ExpertMLP, HeldExperts, Router, product_by_expert, product_in_one_kernel
 from model import ACTIVATIONS
@@ -495,8 +495,8 @@ def test_unequal_blocks_are_compared_pair_by_pair():
     one = Event("all_to_all", "experts", 1, 64, rows=((1, 2), (1, 3)))
     two = one._replace(rows=((3, 4), (2, 4)))
     rows = {"experts": [(0, 1)]}
-    assert mismatches(World(rows, [[one], [two]])) == []
+    assert mismatches(RunTraces(rows, [[one], [two]])) == []
     wrong = two._replace(rows=((2, 4), (2, 4)))
-    (sentence,) = mismatches(World(rows, [[one], [wrong]]))
+    (sentence,) = mismatches(RunTraces(rows, [[one], [wrong]]))
     assert "0 sends 3 rows, 1 expects 2" in sentence
-    assert mismatches(World(rows, [[one], [wrong]], frozenset([0]))) == []
+    assert mismatches(RunTraces(rows, [[one], [wrong]], frozenset([0]))) == []

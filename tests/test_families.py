@@ -49,11 +49,15 @@ SCALED_YARN |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 LONG = {"pad_token_id": None, "rope_scaling": {"type": "longrope"} | FACTORS}
+LONG_INSIDE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG_INSIDE |= FACTORS
 GEMMA = LLAMA | {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
 GEMMA |= {"pad_token_id": None}
+FULL, LOCAL = "full_attention", "sliding_attention"
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 BY_KIND = {
-    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    LOCAL: PLAIN,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 QWEN_MOE = LLAMA | EXPERTS
@@ -73,6 +77,7 @@ CASES = {
     "llama linear": LLAMA | {"rope_parameters": LINEAR, "tie_word_embeddings": True},
     "mistral": LLAMA | {"sliding_window": S, "head_dim": 10},
     "mistral window": LLAMA | {"sliding_window": 9, "head_dim": 10},
+    "ministral": LLAMA | {"head_dim": 10, "sliding_window": 9, "layer_types": [FULL, LOCAL]},
     "qwen2 window": LLAMA
     | {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
     "olmo3": LLAMA | {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 9},
@@ -87,6 +92,11 @@ CASES = {
     "phi3": LLAMA | {"pad_token_id": None, "sliding_window": 9},
     "phi3 long": LLAMA | LONG | {"original_max_position_embeddings": 16},
     "phi3 short": LLAMA | LONG | {"original_max_position_embeddings": S},
+    "smollm3 long": LLAMA
+    | {"pad_token_id": None, "no_rope_layers": [0, 1], "rope_parameters": LONG_INSIDE},
+    "olmo3 long": LLAMA
+    | {"pad_token_id": None, "sliding_window": 9, "layer_types": [LOCAL, FULL]}
+    | {"rope_parameters": {FULL: LONG_INSIDE, LOCAL: PLAIN}},
     "qwen2": LLAMA | {"tie_word_embeddings": True},
     "qwen3": LLAMA | {"head_dim": 16},
     "gpt_neox": NEW_NAMES | {"intermediate_size": 80, "rope_parameters": PARTIAL},
@@ -97,6 +107,7 @@ CASES = {
     "olmo2": LLAMA | {"pad_token_id": None},
     "mixtral": LLAMA | {"num_local_experts": 4},
     "qwen3_moe": QWEN_MOE | {"norm_topk_prob": True, "head_dim": 16},
+    "qwen3_moe no head_dim": QWEN_MOE,
     "qwen3_moe first dense": QWEN_MOE
     | {"mlp_only_layers": [0], "num_hidden_layers": 3, "head_dim": 16},
     "qwen2_moe": QWEN_MOE | {"shared_expert_intermediate_size": 56},
@@ -300,6 +311,68 @@ def test_every_preset_is_of_a_family_and_has_its_parameters(name):
     assert model_stats.parameters(shape) == there - skipped
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "ministral", "olmo3", "qwen2_moe"])
+def test_a_model_without_windows_is_exported_as_one_that_transformers_runs(family):
+    """Its classes make the mask of a window even if no block has one."""
+    case = CASES[family] | {"layer_types": [FULL] * CASES[family]["num_hidden_layers"]}
+    made = transformers.AutoConfig.for_model(family, vocab_size=V, **case).to_dict()
+    came = made | {"use_sliding_window": True}
+    del came["sliding_window"]
+    shape = hf_export.model_shape(came, "config.json")
+    assert shape.window == 0
+    for written in (families.to_config(shape, family), families.to_config(shape, family, came)):
+        check_without_windows(transformers.AutoConfig.for_model(**written), shape)
+
+
+def check_without_windows(again, shape: schema.ModelShape) -> None:
+    assert hf_export.model_shape(again.to_dict(), "config.json") == shape
+    theirs = transformers.AutoModelForCausalLM.from_config(again).eval()
+    tokens = torch.randint(V, (1, 12))
+    with torch.no_grad():
+        assert theirs(tokens).logits.isfinite().all()
+
+
+def test_a_bloom_that_leaves_a_bias_out_is_refused():
+    """With slow_but_exact, transformers adds no bias to its products in slices."""
+    fields = CASES["bloom"] | {"model_type": "bloom", "pretraining_tp": 2, "slow_but_exact": True}
+    _, lacks = families.from_config(fields | {"vocab_size": V}, "config.json")
+    assert lacks == ["slow_but_exact is True; here it is False"]
+
+
+def test_names_that_gpt_neox_does_not_read_are_refused():
+    """transformers reads rotary_pct and rotary_emb_base there, and nothing else."""
+    fields = CASES["gpt_neox"] | {"model_type": "gpt_neox", "vocab_size": V}
+    del fields["rope_parameters"]
+    given = {"partial_rotary_factor": 0.5, "rope_theta": 5e5}
+    read = transformers.AutoConfig.for_model(**fields | given).rope_parameters
+    assert (read["partial_rotary_factor"], read["rope_theta"]) == (0.25, 1e4)
+    _, lacks = families.from_config(fields | given, "config.json")
+    assert lacks == [
+        "rope_theta is 500000.0; here it is rotary_emb_base(None)",
+        "partial_rotary_factor is 0.5; here it is rotary_pct(None)",
+    ]
+    both = given | {"rotary_pct": 0.5, "rotary_emb_base": 5e5}
+    options, lacks = families.from_config(fields | both, "config.json")
+    assert (options["rotary_fraction"], options["rotary_base"], lacks) == (0.5, 5e5, [])
+
+
+def test_a_mistral_whose_blocks_differ_is_read_as_transformers_reads_it(tmp_path):
+    config = transformers.MinistralConfig(vocab_size=V, **CASES["ministral"])
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    hf = tmp_path / "hf"
+    theirs.save_pretrained(hf)
+    fields = json.loads((hf / "config.json").read_text()) | {"model_type": "mistral"}
+    (hf / "config.json").write_text(json.dumps(fields))
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(hf)) is type(theirs)
+    shape = hf_export.import_weights(str(hf), str(tmp_path / "in"))
+    assert shape.window_blocks == "0,1"
+    folder = str(tmp_path / "in/step_00000000")
+    hf_export.export_weights(folder, str(tmp_path / "out"))
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.randint(V, (1, S))
+    assert torch.equal(back(tokens).logits, theirs.eval()(tokens).logits)
+
+
 # ---- config.json, run.json, --model --------------------------------------------------------------
 
 
@@ -333,6 +406,11 @@ def written(folder, **changes) -> str:
             {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0, "rope_parameters": None},
             "attn_logit_softcapping is 5.0; here it is 0.0",
         ),
+        (
+            # transformers' eager attention has this window, its flash attention has none.
+            {"model_type": "smollm3", "sliding_window": 8, "layer_types": [FULL, LOCAL]},
+            "layer_types has sliding_attention, but use_sliding_window is not true",
+        ),
     ],
 )
 def test_what_the_engine_lacks_is_a_sentence_for_training_and_a_note_for_a_plan(
@@ -352,6 +430,11 @@ def test_what_the_engine_lacks_is_a_sentence_for_training_and_a_note_for_a_plan(
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"hidden_size": "48"}, "--hidden takes a whole number, not '48'"),
         ({"num_key_value_heads": 4}, r"kv-heads\(4\) does not divide heads\(6\)"),
+        (
+            {"model_type": "olmo3", "rope_parameters": None}
+            | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling has type, which transformers does not read in a olmo3: give rope_type",
+        ),
         ({"rope_parameters": 5}, "the rotary positions are 5, not an object"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
@@ -431,6 +514,12 @@ def test_a_shape_that_no_family_has_is_one_sentence_with_the_nearest():
         ({"rotary_scaling": "llama3:8:4:1:512"}, "LOW must be below HIGH"),
         ({"rotary_scaling": "linear:nan"}, "with numbers above 0"),
         ({"positions": "rotary", "rotary_fraction": 0.4}, "is 3$"),
+        (
+            {"positions": "rotary", "window": 4, "heads": 12}
+            | {"rotary_scaling": "longrope:8:1:1,2:3,4"}
+            | {"window_rotary_scaling": "longrope:6:1:1,2:3,4"},
+            "are longrope of 8 and of 6 positions: the blocks of a model have one length",
+        ),
         ({"positions": "rotary", "rotary_fraction": 0.1}, "2 or more: .* is 0"),
         (
             {"heads": 5},

@@ -36,6 +36,7 @@ POSITIONS = {
 }
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 TOLERANCES = ("tolerance", "weight_tolerance")  # what a line of a feature may say beside options
+NODES = "nodes"  # likewise: the node of each rank, such as aabb
 SUMS = {"weights", "averages"}  # what a result has of each tensor
 AT_A_TIME = 2  # starts of ranks
 
@@ -48,7 +49,7 @@ def single_rank(key: str) -> dict:
 
 def without_layout(case: dict) -> dict:
     """The options of a case that its run on one rank has too; that run compiles nothing."""
-    layout = {*schema.Layout.__dataclass_fields__, *TOLERANCES, "compile"}
+    layout = {*schema.Layout.__dataclass_fields__, *TOLERANCES, NODES, "compile"}
     return {k: v for k, v in case.items() if k not in layout or k == "pad_vocab_multiple"}
 
 
@@ -127,7 +128,7 @@ def lines_of(feature: str, folder: Path = Path()) -> dict[int, list[dict]]:
 
     A line is a number of ranks and options; the line `all` has options of every case. `shape` is a
     name in POSITIONS, {folder} a path; `tolerance` and `weight_tolerance` are limits of
-    `assert_equal_runs`.
+    `assert_equal_runs`; `nodes` has a letter for the node of each rank (golden_worker.run_case).
     """
     text = (ROOT / "tests" / "data" / "golden" / f"{feature}.txt").read_text()
     shared: dict = {}

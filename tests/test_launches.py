@@ -418,3 +418,32 @@ def test_mpirun_in_a_slurm_job(slurm):
     assert outcome.status == 0, outcome.err
     ranks = re.findall(r"rank (\d) of 4 mpirun", outcome.out)  # parts of lines may be joined
     assert sorted(ranks) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.slow
+def test_experts_on_two_nodes_of_slurm_train_as_on_one(slurm, tmp_path):
+    """A token is sent once to a node; evaluations and samples go the same way. With tp 2 some ranks
+    have no token of a sample's pass.
+    """
+    model = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --no-bias --experts 8"
+    run = f"{model} --experts-per-token 4 --ep 4 --tp 2 --precision fp64 --steps 3 --data synthetic"
+    run += " --global-batch-size 8 --eval-every 1 --eval-samples 8 --sample-every 3"
+    run += " --sample-prompt 3"
+    found = []
+    for nodes, command in ((1, mpi_command(4)), (2, [*srun_command(4), "--distribution=block"])):
+        out = tmp_path / str(nodes)
+        words = ["train.py", *run.split(), "--out", str(out)]
+        outcome = start([*command, sys.executable, *words], timeout=300)
+        assert outcome.status == 0, outcome.out + outcome.err
+        record = json.loads((out / "run.json").read_text())
+        assert len(record["cluster"]["nodes"]) == nodes
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+        samples = [line for line in outcome.out.splitlines() if " sample at" in line]
+        assert samples, outcome.out
+        found.append((rows, samples))
+    (rows, samples), (others, other_samples) = found
+    assert samples == other_samples
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name in {"loss", "grad_norm", "validation_loss", "test_loss"} & row.keys():
+            assert row[name] == pytest.approx(other[name], rel=1e-12)

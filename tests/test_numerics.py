@@ -15,7 +15,7 @@ from config.command_line import build
 from config.errors import UserError
 from numerics import diff, layers
 from numerics.places import described
-from numerics.traces import Row
+from numerics.traces import TensorRow
 from telemetry.numerics_trace import activation_names, bins
 
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
@@ -433,5 +433,5 @@ def test_an_evaluation_of_other_texts_is_a_difference(tmp_path):
 
 @pytest.mark.parametrize("name", ["blocks.0.attention", "gradient of blocks.0"])
 def test_the_norms_of_queries_and_keys_are_among_the_operations(name):
-    row = Row("activation", name, 1.0, 0.0, 1.0)
+    row = TensorRow("activation", name, 1.0, 0.0, 1.0)
     assert "norms of q and k" in described(row)["between"]

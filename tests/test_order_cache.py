@@ -191,9 +191,10 @@ from corpora.mapped_files import ArrayCache
 folder, log = sys.argv[1:]
 
 def build():
+    pause = float(Path(log + ".pause").read_text())  # before the line: then the test changes it
     with open(log, "a") as file:
         file.write("built\\n")
-    time.sleep(float(Path(log + ".pause").read_text()))
+    time.sleep(pause)
     return {"numbers": np.arange(100_000)}
 
 found = ArrayCache(folder).find({"a": 1}, build)

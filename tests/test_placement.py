@@ -1,5 +1,6 @@
 """If this failed, ranks would share cores or GPUs, or train on a CPU beside a GPU."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from ranks import start_ranks
 
 from config.errors import UserError, number_ranges
 from config.run_options import Run
-from config.schema import Layout
+from config.schema import Layout, ModelShape
 from distributed import gpus, placement, rendezvous
 from distributed.placement import Place
 
@@ -125,6 +126,33 @@ def test_each_warning(given, tp_cp, job_nodes, sentence):
     layout = Layout(tp=tp, cp=cp, dp=4 // tp // cp)
     (found,) = placement.placement_warnings(given, layout, job_nodes)
     assert re.search(sentence, found)
+
+
+EXPERTS = ModelShape(2, 64, 4, experts=8, experts_per_token=4, activation="swiglu", bias=False)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ep", "k", "ranks"),
+    [
+        ("aabb", 4, 4, ""),
+        ("aabb", 2, 4, ""),
+        ("abcd", 4, 4, ""),
+        ("abab", 4, 4, "0 to 3, which are on nodes a, b"),
+        ("aaaabbba", 4, 4, "4 to 7, which are on nodes a, b"),
+        ("abbabb", 3, 4, "0 to 2, which are on nodes a, b"),
+        ("abab", 4, 2, ""),  # one copy would spare little
+        ("abab", 1, 4, ""),
+    ],
+)
+def test_experts_that_are_placed_unevenly_are_named_once(nodes, ep, k, ranks):
+    model = dataclasses.replace(EXPERTS, experts_per_token=k)
+    layout, given = Layout(dp=len(nodes), ep=ep), places(nodes, cores=8, asked=8)
+    without = placement.placement_warnings(given, layout)
+    found = placement.placement_warnings(given, layout, model=model)
+    assert len(found) == len(without) + bool(ranks)
+    assert any(f"divided over ranks {ranks}" in line for line in found) == bool(ranks)
+    dense = dataclasses.replace(EXPERTS, experts=1, experts_per_token=1)
+    assert placement.placement_warnings(given, layout, model=dense) == without
 
 
 def test_a_good_placement_has_no_warnings():

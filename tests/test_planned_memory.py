@@ -242,6 +242,7 @@ class Communicators:
 
     def __init__(self, size: int):
         self.rank, self.size, self.recorder, self.roles = 0, size, FlightRecorder(), []
+        self.nodes = [str(rank // A100.node) for rank in range(size)]
 
     def group(self, rows, role):
         own = next((row for row in rows if self.rank in row), (self.rank,))

@@ -17,6 +17,7 @@ from planner import engines, hardware, op_costs, risk, step_time, time_terms
 from planner.job import Job
 from schedules import long_schedule as long_schedules
 from schedules import orders, schedule, simulation
+from schedules.interleaved import Interleaved
 from schedules.long_schedule import LongSchedule
 
 A100 = hardware.load("a100-80")
@@ -170,6 +171,34 @@ def test_rounds_of_all_ranks_at_once_end_as_the_simulated_actions(
     end, backwards = simulation.ends_by_rounds(ranks, count, seconds, transfer, split)
     assert end == pytest.approx(max(ends), rel=1e-12)
     assert backwards == pytest.approx(numbered.by_kind(ends)["B"][:, -1], rel=1e-12)
+
+
+@settings(max_examples=100)
+@given(
+    st.data(),
+    st.integers(2, 7),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.sampled_from([0.0, 0.01, 0.5]),
+)
+def test_interleaved_ranks_at_once_end_as_the_simulated_actions(
+    data, ranks, virtual, more, transfer
+):
+    """Bit for bit: the end, and every B of the last stage; groups are equal or not."""
+    numbered = orders.numbered("interleaved", ranks, ranks + more, virtual)
+    seconds = data.draw(durations(ranks * virtual))
+    ends = simulation.ends(numbered, seconds, transfer)
+    end, backwards = Interleaved(ranks, virtual, ranks + more).ends(seconds, transfer)
+    assert end == max(ends)
+    assert backwards == numbered.by_kind(ends)["B"][:, -1].tolist()
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 30), st.floats(0, 1))
+def test_the_end_of_gpipe_is_a_formula(data, ranks, count, transfer):
+    numbered = orders.numbered("gpipe", ranks, count)
+    seconds = data.draw(durations(ranks))
+    end = simulation.gpipe_end(ranks, count, seconds, transfer)
+    assert end == pytest.approx(max(simulation.ends(numbered, seconds, transfer)), rel=1e-12)
 
 
 def test_a_slow_start_changes_the_end_little():

@@ -12,10 +12,10 @@ import pytest
 import stops_worker
 from planted_mismatches import KINDS, Cannot, plant
 from ranks import ROOT, start
-from rehearsal_cases import CASES, IN_SUITE
+from rehearsal_cases import CASES
 
 import rehearse
-from emulator.matching import World, deadlock, mismatches
+from emulator.matching import RunTraces, deadlock, mismatches
 from emulator.recording import LOAD, READ, Event
 from planner import memory
 from schedules.orders import ORDERS
@@ -43,7 +43,7 @@ def rehearsals(tmp_path_factory) -> dict:
     # Two layers for each stage, which others would repeat, but where buffers would outweigh them.
     layers = {"384 ranks": 12, "ZeRO 2, pp 2": 8}
     cases = {}
-    for name in IN_SUITE:
+    for name in CASES:
         world, line = CASES[name]
         few = 4 if "--pp" in line else 2
         cases[name] = (world, f"{line} --layers {layers.get(name, few)}")
@@ -51,7 +51,7 @@ def rehearsals(tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_SUITE)
+@pytest.mark.parametrize("name", CASES)
 def test_right_configurations_raise_no_alarm(rehearsals, name):
     run = rehearsals[name]
     assert mismatches(run.world) == []
@@ -67,10 +67,10 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_SUITE)
+@pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_planner_says(rehearsals, name):
     run = rehearsals[name]
-    for stage, parts in enumerate(memory.of_run(run.config)):
+    for stage, parts in enumerate(memory.of_run(run.config, node=run.node)):
         peak = max(record.step_peak for record in run.records if record.stage == stage)
         assert peak == pytest.approx(sum(parts.values()), rel=0.04), stage
 
@@ -156,22 +156,22 @@ def test_lazy_connections_of_two_groups_that_wait_for_each_other():
     """One micro-batch: stage 0 receives a gradient before it sends the activation."""
     first = [message("receive", "backward", 1, 1), message("send", "forward", 1, 1)]
     last = [message("receive", "forward", 1, 0), wait(0), message("send", "backward", 1, 0)]
-    found = deadlock(World(ROWS, [first, last]))
+    found = deadlock(RunTraces(ROWS, [first, last]))
     assert "rank 0 waits for receive 1 of backward with rank 1" in found
     assert "rank 1 waits for receive 1 of forward with rank 0" in found
     assert "pipeline.py:1" in found
-    assert deadlock(World(ROWS, [first[::-1], last])) is None
+    assert deadlock(RunTraces(ROWS, [first[::-1], last])) is None
 
 
 def test_streams_that_cross():
     """Each rank's compute stream waits for what the other starts after its own wait."""
     one = [reduction("forward", 1), wait(0), reduction("backward", 1), wait(2)]
     two = [reduction("backward", 1), wait(0), reduction("forward", 1), wait(2)]
-    found = deadlock(World(ROWS, [one, two]))
+    found = deadlock(RunTraces(ROWS, [one, two]))
     assert "rank 0" in found
     assert "rank 1" in found
     free = [reduction("forward", 1), reduction("backward", 1), wait(0), wait(1)]
-    assert deadlock(World(ROWS, [free, two])) is None, "no wait before the second: streams run"
+    assert deadlock(RunTraces(ROWS, [free, two])) is None, "no wait before the second: streams run"
 
 
 def test_a_read_by_the_host_and_blocking_launches():
@@ -181,12 +181,12 @@ def test_a_read_by_the_host_and_blocking_launches():
     connected = [message("send", "forward", 1, 1), message("receive", "backward", 1, 1)]
     connected += [message("receive", "forward", 1, 0)]
     ranks = [[reduction("world", 1), HOST_READS], [HOST_READS, reduction("world", 1)]]
-    assert deadlock(World(ROWS, ranks)) is None
+    assert deadlock(RunTraces(ROWS, ranks)) is None
     ranks = [[reduction("forward", 1), wait(0), HOST_READS, reduction("world", 1)]]
     ranks += [[reduction("world", 1), wait(0), HOST_READS, reduction("forward", 1)]]
-    found = deadlock(World(ROWS, ranks))
+    found = deadlock(RunTraces(ROWS, ranks))
     assert "its host at zero.py:3" in found
-    assert deadlock(World(ROWS, [one, two])) is not None, "connections"
+    assert deadlock(RunTraces(ROWS, [one, two])) is not None, "connections"
 
 
 def test_a_kernel_that_is_loaded_waits_for_all_streams():
@@ -203,11 +203,11 @@ def test_a_kernel_that_is_loaded_waits_for_all_streams():
         return [e._replace(number=e.number + 1) if e.kind == "wait" else e for e in later]
 
     first, second = connected + numbered(ahead), answered + numbered(last)
-    found = deadlock(World(ROWS, [first, second]))
+    found = deadlock(RunTraces(ROWS, [first, second]))
     assert "rank 0 waits for receive 2 of backward with rank 1" in found
     assert "its host at parallel.py:1 (step 1, F 0)" in found
     needed = [ahead[1], ahead[2], ahead[0], wait(2)]
-    assert deadlock(World(ROWS, [connected + numbered(needed), second])) is None
+    assert deadlock(RunTraces(ROWS, [connected + numbered(needed), second])) is None
 
 
 def test_launches_that_block_the_host():
@@ -216,7 +216,7 @@ def test_launches_that_block_the_host():
     two = [message("receive", "forward", 1, 0), wait(0), message("send", "backward", 1, 0)]
     one += [wait(2), message("send", "forward", 2, 1), message("receive", "backward", 2, 1)]
     two += [wait(2), message("send", "backward", 2, 0), message("receive", "forward", 2, 0)]
-    world = World(ROWS, [one, two])
+    world = RunTraces(ROWS, [one, two])
     assert deadlock(world) is None
     assert "rank 1 waits for send 2 of backward" in deadlock(world, blocking=True)
 
@@ -353,7 +353,7 @@ def test_progress_goes_on_while_a_rank_takes_long(capsys, monkeypatch):
     """The clock advances without a further rank, and says what is being done."""
     now = [100.0]
     monkeypatch.setattr(rehearse.time, "monotonic", lambda: now[0])
-    show = rehearse.Progress(9)
+    show = rehearse.RankProgress(9)
     for seconds in (5, 14, 16, 20, 40):
         now[0] = 100.0 + seconds
         show(0)

@@ -227,7 +227,7 @@ def test_the_numbers_of_an_axis_are_few_and_short(tmp_path):
     """Seven digits for each of nine numbers would touch; the last one left the picture."""
     steps = np.linspace(0.01, 1, 100)
     over = np.array([409_600 * steps, 52 * steps, 1.7e12 * steps])
-    text = chart.page([chart.Curve("run", 8 - 3 * steps, over, [])])
+    text = chart.page([chart.ChartCurve("run", 8 - 3 * steps, over, [])])
     svg = text[text.index("<svg") : text.index("</svg>")]
     numbers = re.findall(r">(\d[^<]*)</text>", svg)
     assert {"400k", "45", "1.6T"} <= set(numbers)

@@ -451,7 +451,7 @@ def test_what_is_no_message_ends_the_connection(monkeypatch, line):
     for sent in (line + b"\n", b"x" * 2000):
         door = Door()
         job = {"size": 1, "node": "n", "out": "out", "limit": 3.0, "key": KEY}
-        watched = monitor.Monitor(door.listener, monitor.Job(**job))
+        watched = monitor.Monitor(door.listener, monitor.WatchedJob(**job))
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         watched.poll.register(theirs.fileno(), select.EPOLLIN)

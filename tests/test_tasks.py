@@ -149,6 +149,29 @@ def test_without_a_tokenizer_texts_are_numbers(tmp_path):
         tasks.encode_tasks([TaskFile("t", str(path), None)], Text(None, 6), 3)
 
 
+def test_bits_are_divided_by_the_bytes_of_all_that_is_scored(tmp_path):
+    """Also by the white space that ends the context, which is scored with the continuation."""
+    path = tmp_path / "t.jsonl"
+    texts = [("1 ", "é"), ("1 \n", "é"), ("1", " é"), (" ", "é"), ("1 ", "")]
+    rows = [{"context": begin, "continuations": [end], "answer": 0} for begin, end in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    class Bytes:
+        begin, end = (), 0
+
+        def prompts(self, texts):
+            return [list(text.encode()) for text in texts]
+
+    text = Text(None, 256)
+    text.encoder = Bytes()
+    found = tasks.encode_tasks([TaskFile("t", str(path), None)], text, 9)
+    [task] = found.tasks
+    scored = [found.requests[row.requests[0]] for row in task.rows]
+    assert [len(request.ids) - request.start for request in scored] == [3, 4, 3, 3, 1]
+    assert [row.bytes for row in task.rows] == [(3,), (4,), (3,), (3,), (1,)]
+    assert [row.lengths for row in task.rows] == [(2,), (2,), (2,), (2,), (1,)]
+
+
 @given(
     st.lists(st.integers(2, 17), max_size=60),
     st.sampled_from([1, 2, 6]),
@@ -159,7 +182,7 @@ def test_every_request_is_in_one_sample_and_sees_only_itself(sizes, at_once, lim
     requests = []
     for size in sizes:
         ids = [draw.randrange(1, 99) for _ in range(size)]
-        requests.append(tasks.Request(ids, draw.randint(1, size - 1)))
+        requests.append(tasks.ScoringRequest(ids, draw.randint(1, size - 1)))
     packed = tasks.pack(requests, 16, at_once, limit)
     placed = [each for of_sample in packed.samples for each in of_sample]
     assert sorted(placed) == list(range(len(requests)))
@@ -195,10 +218,10 @@ def test_every_request_is_in_one_sample_and_sees_only_itself(sizes, at_once, lim
 
 def test_results_are_those_of_the_formulas():
     rows = [
-        tasks.Row((0, 1), (1,), (2, 8), (3, 9)),
-        tasks.Row((2, 3, 4), (0, 2), (4, 1, 4), (4, 1, 4)),
-        tasks.Row((5,), (0,), (2,), (3,)),
-        tasks.Row((6,), (0,), (2,), (3,)),
+        tasks.TaskRow((0, 1), (1,), (2, 8), (3, 9)),
+        tasks.TaskRow((2, 3, 4), (0, 2), (4, 1, 4), (4, 1, 4)),
+        tasks.TaskRow((5,), (0,), (2,), (3,)),
+        tasks.TaskRow((6,), (0,), (2,), (3,)),
     ]
     values = np.array([-3.0, -8.0, -2.0, -1.0, -4.0, -6.0, -7.0])
     misses = np.array([0, 0, 1, 1, 1, 0, 2.0])
@@ -272,7 +295,7 @@ def test_log_likelihoods_are_those_of_transformers(case, tmp_path):
     requests = []
     for _ in range(12):
         ids = [draw.randrange(V) for _ in range(draw.randint(2, S + 1))]
-        requests.append(tasks.Request(ids, draw.randint(1, len(ids) - 1)))
+        requests.append(tasks.ScoringRequest(ids, draw.randint(1, len(ids) - 1)))
     scorer = scorer_of(checkpoint, tasks.TaskSet([], requests), micro_batch_size=2)
     log_likelihoods, misses = scorer.score()
     for (ids, start), value, missed in zip(requests, log_likelihoods, misses, strict=True):

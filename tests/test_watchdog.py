@@ -190,7 +190,7 @@ def calls_to_find_a_hang(size: int) -> int:
     ranks.collective("world", tuple(range(size)), [n for n in range(size) if n != size // 3])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         job = {"size": size, "node": "n", "out": "out", "limit": 3.0, "key": ""}
-        watched = monitor.Monitor(listener, monitor.Job(**job))
+        watched = monitor.Monitor(listener, monitor.WatchedJob(**job))
     for number, recorder in enumerate(ranks.recorders):
         recorder.steps_done = 100
         rank = watched.ranks[number] = monitor.Rank(number, heard=1000.0, moved=900.0)

@@ -55,7 +55,7 @@ MAX_LINE = 1 << 25  # the most bytes of a message; a rank's records take 1.5 MB 
 
 
 @dataclass(frozen=True)
-class Job:
+class WatchedJob:
     """The job that is watched, as start_monitor describes it.
 
     size: the number of ranks. node: the monitor's node. out: the run's --out, or empty. limit:
@@ -136,7 +136,7 @@ class Connection:
 class Monitor:
     """Watches the ranks of one job until all have left, or until it has ended them."""
 
-    def __init__(self, listener: socket.socket, job: Job):
+    def __init__(self, listener: socket.socket, job: WatchedJob):
         """Accept the ranks' connections on `listener` from now on; `run` then watches the ranks."""
         self.job = job
         self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress that are a hang
@@ -449,13 +449,13 @@ def _print(text: str) -> None:
 
 
 def main() -> None:
-    """Watch a job. Argument: the listening socket's descriptor; stdin: the Job as JSON."""
+    """Watch a job. Argument: the listening socket's descriptor; stdin: the WatchedJob as JSON."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes: survive them
     with contextlib.suppress(OSError):  # use all cores of the job, not only those of rank 0
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    job = Job(**json.load(sys.stdin))
+    job = WatchedJob(**json.load(sys.stdin))
     Monitor(socket.socket(fileno=int(sys.argv[1])), job).run()
     os._exit(0)  # unlike sys.exit, this does not wait for a thread that hangs in writing

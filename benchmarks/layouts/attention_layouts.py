@@ -9,7 +9,6 @@ benchmarks/results/attention.md. Results are kept in RESULTS.jsonl, a row for ea
 are there are not made again, and with --minutes none is begun after that.
 """
 
-import random
 import sys
 import tempfile
 from pathlib import Path
@@ -17,12 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import golden_worker
 from test_golden import POSITIONS, distance, reference, run_cases
 
+from benchmarks.layouts.drawn_layouts import draw_case, starts
 from benchmarks.results_file import head, main_in_parts
-from config import validation
-from config.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "attention.md"
 LAYOUTS = {2: 80, 4: 100, 8: 20}  # by the number of ranks
@@ -61,20 +58,15 @@ SIZES = {"tp": (1, 1, 2), "pp": (1, 1, 2), "cp": (1, 2, 2, 4)}
 
 def drawn_case(ranks: int, seed: int) -> dict:
     """A random layout of that many ranks that train.py takes; most of them have cp."""
-    generator = random.Random(1000 * ranks + seed)
-    while True:
-        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
-        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
-        values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
+
+    def complete(values: dict, dp: int) -> dict:
         case = POSITIONS["rotary"] | values | {"layers": 4, "steps": STEPS, "precision": "fp64"}
         case["global_batch_size"] = max(4, dp * values["micro_batch_size"])
         if case["reset_attention"] or case["reset_positions"]:
             case["eod_token"] = 3
-        try:
-            validation.check(golden_worker.options(case), ranks)
-        except UserError:
-            continue
         return case
+
+    return draw_case(ranks, 1000 * ranks + seed, CHOICES | SIZES, complete)
 
 
 def run(name: str) -> list[dict]:
@@ -118,7 +110,7 @@ def report(rows: list[dict]) -> str:
 
 def names() -> list[str]:
     """Return the names of all parts: ranks and the first layout, such as `4/20`."""
-    return [f"{n}/{first}" for n, count in LAYOUTS.items() for first in range(0, count, AT_ONCE)]
+    return starts(LAYOUTS, AT_ONCE)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ would say nothing. Results are kept in RESULTS.jsonl: parts that are there are n
 with --minutes none is begun after that.
 """
 
-import random
 import statistics
 import sys
 import tempfile
@@ -27,9 +26,9 @@ from test_golden import distance, reference, run_cases, weight_difference
 
 import data
 import trainer
+from benchmarks.layouts.drawn_layouts import draw_case, starts
 from benchmarks.results_file import head, main_in_parts
 from config import validation
-from config.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "averages.md"
 LAYOUTS = {2: 20, 4: 32, 8: 8}  # by the number of ranks
@@ -63,25 +62,20 @@ DECAY = 0.999
 
 def drawn_case(ranks: int, number: int) -> dict:
     """The random layout with that number on that many ranks, which train.py takes."""
-    generator = random.Random(f"{ranks}/{number}")
     model = list(MODELS)[number % len(MODELS)]
-    while True:
-        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
+
+    def complete(values: dict, dp: int) -> dict:
         values["optimizer"] = OPTIMIZERS[number % len(OPTIMIZERS)]
         if model != "experts":
             del values["ep"]
         if values["optimizer"] == "adafactor" and model == "gelu":
             # The gradient of a key's bias is rounding, and Adafactor divides it by its size.
             values["qkv_bias"] = False
-        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
-        values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
         case = MODELS[model] | values | {"layers": 4, "steps": STEPS, "precision": "fp64"}
         case["global_batch_size"] = max(4, dp * values["micro_batch_size"])
-        try:
-            validation.check(golden_worker.options(case), ranks)
-        except UserError:
-            continue
         return case
+
+    return draw_case(ranks, f"{ranks}/{number}", CHOICES | SIZES, complete)
 
 
 def run(name: str) -> list[dict]:
@@ -147,12 +141,7 @@ def timed() -> dict:
 
 def names() -> list[str]:
     """The names of all parts."""
-    starts = [
-        f"{ranks}/{first}"
-        for ranks, count in LAYOUTS.items()
-        for first in range(0, count, AT_ONCE[ranks])
-    ]
-    return [*starts, "time"]
+    return [*starts(LAYOUTS, AT_ONCE), "time"]
 
 
 def layout_lines(rows: list[dict]) -> list[str]:

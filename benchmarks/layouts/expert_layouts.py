@@ -16,7 +16,6 @@ rows that are there are not made again, and with --minutes none is begun after t
 """
 
 import argparse
-import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,9 +28,8 @@ import golden_worker
 from test_experts import SHAPE, routed_comparison
 from test_golden import effect_of_rounding
 
+from benchmarks.layouts.drawn_layouts import draw_case
 from benchmarks.results_file import add_options, from_options, machine
-from config import validation
-from config.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "experts.md"
 LAYOUTS = {2: 120, 4: 140, 8: 100, 16: 40}  # by the number of ranks
@@ -75,11 +73,8 @@ SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "cp": (1, 1, 2), "ep": (1, 2, 4, 8)}
 
 def drawn_case(ranks: int, seed: int) -> dict:
     """A random layout of that many ranks that train.py takes."""
-    generator = random.Random(1000 * ranks + seed)
-    while True:
-        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
-        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
-        values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
+
+    def complete(values: dict, dp: int) -> dict:
         batch = max(4, dp * values["micro_batch_size"])
         case = SHAPE | values | {"balance_rate": 0.05, "global_batch_size": batch}
         if case["experts_per_token"] == 1:
@@ -90,11 +85,9 @@ def drawn_case(ranks: int, seed: int) -> dict:
             case |= {"lr_warmup_samples": 10 * share, "steps": golden_worker.STEPS}
         if case["reset_attention"]:
             case["eod_token"] = 3
-        try:
-            validation.check(golden_worker.options(case), ranks)
-        except UserError:
-            continue
         return case
+
+    return draw_case(ranks, 1000 * ranks + seed, CHOICES | SIZES, complete)
 
 
 def names(worlds: list[int], first: int) -> Iterator[str]:

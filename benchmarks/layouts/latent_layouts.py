@@ -11,7 +11,6 @@ planted in layouts with tp (tests/latent_worker.py), and the same comparison mus
 Results are kept in RESULTS.jsonl, so that the list can be made in parts, with --minutes.
 """
 
-import random
 import sys
 import tempfile
 from collections import Counter
@@ -20,15 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import golden_worker
 from compare import relative_difference
 from latent_worker import FAULTS
 from ranks import results_of
 from test_golden import distance, reference
 
+from benchmarks.layouts.drawn_layouts import draw_case, starts
 from benchmarks.results_file import head, main_in_parts
-from config import validation
-from config.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "mla.md"
 LAYOUTS = {2: 50, 4: 80, 8: 20}  # by the number of ranks
@@ -78,22 +75,16 @@ SIZES = {"tp": (1, 2, 4), "pp": (1, 2), "cp": (1, 2, 4), "ep": (1, 2, 4)}
 
 def drawn_case(ranks: int, number: int) -> dict:
     """The random layout with that number on that many ranks, which train.py takes."""
-    generator = random.Random(f"{ranks}/{number}")
-    while True:
-        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
+
+    def complete(values: dict, dp: int) -> dict:
         if values["experts"] == 1:
             values = {name: v for name, v in values.items() if name not in OF_EXPERTS}
-        if values["pp"] == 1:
-            values["schedule"] = "1f1b"
-        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
         case = SHAPE | values | {"global_batch_size": max(4, 2 * dp * values["micro_batch_size"])}
         if case["reset_attention"]:
             case |= {"eod_token": 3, "vocab_size": 13}  # so that documents end often
-        try:
-            validation.check(golden_worker.options(case), ranks)
-        except UserError:
-            continue
         return case
+
+    return draw_case(ranks, f"{ranks}/{number}", CHOICES | SIZES, complete)
 
 
 def run(name: str) -> list[dict]:
@@ -129,12 +120,8 @@ def kv_a_difference(result: dict, expected: dict) -> float:
 
 def names() -> list[str]:
     """The names of all starts: all layouts, then a start for each fault."""
-    starts = [
-        f"{ranks}/{first}"
-        for ranks, count in LAYOUTS.items()
-        for first in range(0, count, IN_A_START)
-    ]
-    return starts + [f"4/{first}/{fault}" for fault in FAULTS for first in FIRST_OF_FAULTS]
+    planted = [f"4/{first}/{fault}" for fault in FAULTS for first in FIRST_OF_FAULTS]
+    return starts(LAYOUTS, IN_A_START) + planted
 
 
 def report(rows: list[dict]) -> str:

@@ -28,10 +28,10 @@ from ranks import results_of
 
 import data
 import trainer
+from benchmarks.layouts.drawn_layouts import draw_case, starts
 from benchmarks.results_file import head, main_in_parts
 from config import validation
-from config.errors import UserError
-from corpora.tasks import Request, TaskSet
+from corpora.tasks import ScoringRequest, TaskSet
 from scoring import Scorer
 
 RESULTS = ROOT / "benchmarks" / "results" / "tasks.md"
@@ -65,23 +65,16 @@ PASSES = 7  # of each kind, in turns, after one that is not counted
 
 def drawn_case(ranks: int, number: int) -> dict:
     """The random layout with that number on that many ranks, which train.py takes."""
-    generator = random.Random(f"{ranks}/{number}")
-    while True:
-        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
+
+    def complete(values: dict, dp: int) -> dict:
         if values["experts"] == 1:
             del values["experts_per_token"], values["ep"]
         if values["positions"] != "rotary" or values["heads"] != 8:
             del values["rotary_scaling"]
-        if values["pp"] == 1:
-            values["schedule"] = "1f1b"
-        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
         batch = 4 * dp * values["micro_batch_size"]
-        case = SHAPE | values | {"global_batch_size": batch}
-        try:
-            validation.check(golden_worker.options(case), ranks)
-        except UserError:
-            continue
-        return case
+        return SHAPE | values | {"global_batch_size": batch}
+
+    return draw_case(ranks, f"{ranks}/{number}", CHOICES | SIZES, complete)
 
 
 def run(name: str) -> list[dict]:
@@ -115,7 +108,7 @@ def timed() -> dict:
     while sum(len(request.ids) - 1 for request in requests) < 40 * 512:
         size = draw.randint(20, 160)
         ids = [draw.randrange(8192) for _ in range(size)]
-        requests.append(Request(ids, size - draw.randint(1, 12)))
+        requests.append(ScoringRequest(ids, size - draw.randint(1, 12)))
     found = TaskSet([], requests)
     scorer = Scorer(state.pipeline, state.factory, config, found)
     samples = data.Synthetic(8192, 512, seed=1)
@@ -138,12 +131,7 @@ def timed() -> dict:
 
 def names() -> list[str]:
     """The names of all starts."""
-    starts = [
-        f"{ranks}/{first}"
-        for ranks, count in LAYOUTS.items()
-        for first in range(0, count, IN_A_START)
-    ]
-    return [*starts, "time"]
+    return [*starts(LAYOUTS, IN_A_START), "time"]
 
 
 def report(rows: list[dict]) -> str:

@@ -44,7 +44,7 @@ from distributed.launch import Launch, discover
 from planner import hardware
 
 if TYPE_CHECKING:  # mistakes are said before torch is imported
-    from checker.timed_collectives import World
+    from checker.timed_collectives import RankGroups
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAIR_BYTES = 16 * MIB
@@ -113,7 +113,7 @@ def placed(tp: int, pp: int, size: int) -> Layout:
     return Layout(tp=tp, pp=pp, dp=size // (tp * pp))
 
 
-def run(given, world: "World", layout: Layout) -> list[Measured]:
+def run(given, world: "RankGroups", layout: Layout) -> list[Measured]:
     """All rows, each printed when it is measured."""
     largest = min(given.max_bytes, world.free_bytes())
     from checker.timed_collectives import Plan, check_sum, measure
@@ -138,7 +138,7 @@ def run(given, world: "World", layout: Layout) -> list[Measured]:
     return measured
 
 
-def conclude(given, world: "World", measured: list[Measured], extra: dict[str, float]) -> None:
+def conclude(given, world: "RankGroups", measured: list[Measured], extra: dict[str, float]) -> None:
     """Print the fits and write the files; on rank 0."""
     out = Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def conclude(given, world: "World", measured: list[Measured], extra: dict[str, f
     print(f"written: {out}/allreduce.csv; {use}")
 
 
-def scan(given, world: "World") -> None:
+def scan(given, world: "RankGroups") -> None:
     """The pair scan, printed and written; collective."""
     size = min(PAIR_BYTES, given.max_bytes)
     from checker.timed_collectives import pair_scan
@@ -195,13 +195,13 @@ def main() -> None:
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     from benchmarks.network.rates import rates
-    from checker.timed_collectives import World, limits_of_sms
+    from checker.timed_collectives import RankGroups, limits_of_sms
     from distributed.context import start
 
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None
     context = start(launch, Run(device=given.device))
-    world = World(context, layout)
+    world = RankGroups(context, layout)
     if context.rank == 0:
         if machine and machine.note:
             print(f"note: {machine.note}", file=sys.stderr)

@@ -3,11 +3,11 @@
 import psutil
 
 from benchmarks.device_rates import copy_rate, gemm_rate
-from checker.timed_collectives import World
+from checker.timed_collectives import RankGroups
 from planner import hardware
 
 
-def rates(world: World, machine: hardware.Machine | None) -> dict[str, float]:
+def rates(world: RankGroups, machine: hardware.Machine | None) -> dict[str, float]:
     """Rates of compute and memory while all ranks compute, for hardware.calibrate."""
     world.gather([0.0])
     found = {"bandwidth": copy_rate(world.device)}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.planner import published_rows, stated_rows
-from benchmarks.planner.row_table import Table
+from benchmarks.planner.row_table import RowTable
 from config.cli import Parser
 from config.errors import sentences
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     print(f"{len(found)} findings in {len({finding.row_id for finding in found})} rows")
 
 
-def read(path: str) -> Table:
+def read(path: str) -> RowTable:
     """The rows of a file, with all mistakes that its reader finds."""
     table = published_rows.read_table(path)
     return stated_rows.read_sound(path).table if "machine" in table.columns else table

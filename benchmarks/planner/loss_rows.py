@@ -32,7 +32,7 @@ ROUNDS = 400
 STEP = 0.1
 
 
-class Row(NamedTuple):
+class LossRow(NamedTuple):
     """A model after some tokens: its width, blocks, parameters, tokens and loss."""
 
     width: int
@@ -42,20 +42,20 @@ class Row(NamedTuple):
     loss: float
 
 
-def read(path: Path = ROWS) -> list[Row]:
+def read(path: Path = ROWS) -> list[LossRow]:
     """Return the rows of the file."""
     with open(path, newline="") as file:
         return [
-            Row(
+            LossRow(
                 int(row["width"]),
                 int(row["layers"]),
-                *(float(row[name]) for name in Row._fields[2:]),
+                *(float(row[name]) for name in LossRow._fields[2:]),
             )
             for row in csv.DictReader(file)
         ]
 
 
-def fit(rows: list[Row]) -> Law:
+def fit(rows: list[LossRow]) -> Law:
     """Return the law that fits some rows."""
     sizes = np.array([[row.parameters, row.tokens, row.layers] for row in rows])
     losses = np.array([row.loss for row in rows])
@@ -100,7 +100,7 @@ def nelder_mead(cost: Callable[[np.ndarray], float], start: np.ndarray) -> np.nd
     return min(pairs, key=lambda pair: pair[0])[1]
 
 
-def held_out(rows: list[Row]) -> dict[tuple[int, int], list[float]]:
+def held_out(rows: list[LossRow]) -> dict[tuple[int, int], list[float]]:
     """Return the relative errors of each model, (width, layers), by a fit on the other models."""
     found = {}
     for model in sorted({(row.width, row.layers) for row in rows}):
@@ -110,12 +110,12 @@ def held_out(rows: list[Row]) -> dict[tuple[int, int], list[float]]:
     return found
 
 
-def off_by(law: Law, row: Row) -> float:
+def off_by(law: Law, row: LossRow) -> float:
     """Return the relative error of a law's loss."""
     return law.loss(row.parameters, row.tokens, row.layers) / row.loss - 1
 
 
-def report(rows: list[Row]) -> list[str]:
+def report(rows: list[LossRow]) -> list[str]:
     """Return the errors of each model, and the law, as lines of Markdown."""
     lines = ["| width x blocks, held out | rows | mean error | bias | largest |", "|---" * 5 + "|"]
     every = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from benchmarks.planner import row_table
-from benchmarks.planner.row_table import Cells, Row, Table
+from benchmarks.planner.row_table import Cells, Row, RowTable
 from config.errors import UserError
 from config.model_stats import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
 from config.run_options import OPTIMIZERS
@@ -80,7 +80,7 @@ NOMINAL = {"old-104B": 104.0, "old-1.3B": 1.3}
 NEAR = 0.004  # share by which printed TFLOPs may differ from a formula, besides rounding
 
 
-def read_table(path: str) -> Table:
+def read_table(path: str) -> RowTable:
     """The rows of a CSV file, with the mistakes in its numbers, and in its words if it does not
     state the machine. UserError if it cannot be read, or has other columns.
     """

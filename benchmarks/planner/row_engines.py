@@ -11,7 +11,7 @@ from benchmarks.planner.published_rows import KERNEL, YES_NO
 from benchmarks.planner.row_table import Cells
 from config.errors import nearest
 from config.schema import Layout, ModelShape, Training
-from planner.engines import Engine
+from planner.engines import ProgramSoftware
 
 # The engine of rows that have no column `engine`, by the letters that their names begin with.
 PREFIXES = {
@@ -23,7 +23,7 @@ PREFIXES = {
     "TT": "torchtitan",
     "UP": "nanotron",
 }
-# Attention kernels as sources write them, and as `Engine.attention` has them.
+# Attention kernels as sources write them, and as `ProgramSoftware.attention` has them.
 KERNELS = {
     "torch": "math",
     "fused": "fused",
@@ -83,8 +83,8 @@ def facts(cells: Cells, engine: dict[str, Any], machine: str) -> dict[str, Any]:
 
 
 def _stated_software(cells: Cells) -> dict[str, Any]:
-    """The column `software`: key=value, key=value, with the names of `Engine`."""
-    types: dict[str, Callable] = {f.name: type(f.default) for f in fields(Engine)}
+    """The column `software`: key=value, key=value, with the names of `ProgramSoftware`."""
+    types: dict[str, Callable] = {f.name: type(f.default) for f in fields(ProgramSoftware)}
     found: dict[str, Any] = {}
     for part in _parts(cells.text("software"), ","):
         name, _, value = part.partition("=")

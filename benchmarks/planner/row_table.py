@@ -47,7 +47,7 @@ class Mistake:
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """The rows of a file, and the mistakes that were found in it so far."""
 
     path: str
@@ -79,7 +79,7 @@ class Table:
         return f"{self.path}: {left} of {len(self.rows)} rows are left out, for {count} mistakes"
 
 
-def read(path: str, needed: Iterable[str], known: Iterable[str]) -> Table:
+def read(path: str, needed: Iterable[str], known: Iterable[str]) -> RowTable:
     """The rows of a file, their cells without spaces around them.
 
     Its mistakes are rows with more or fewer cells than columns, names of rows that are empty or
@@ -100,7 +100,7 @@ def read(path: str, needed: Iterable[str], known: Iterable[str]) -> Table:
         if len(cells) != len(header):
             text = f"has {len(cells)} cells, of {len(header)} columns"
             mistakes.append(Mistake(line, row["row_id"], "", text))
-    return Table(path, tuple(header), found, mistakes + _names(found) + _repeated(found))
+    return RowTable(path, tuple(header), found, mistakes + _names(found) + _repeated(found))
 
 
 def lines(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.planner import published_rows, row_engines
 from benchmarks.planner.published_rows import RECOMPUTATION, YES_NO
-from benchmarks.planner.row_table import Cells, Table
+from benchmarks.planner.row_table import Cells, RowTable
 from config.errors import UserError
 from config.schema import SCHEDULES, Layout, ModelShape, Training
 from planner import engines, hardware
@@ -72,7 +72,7 @@ class Reading(NamedTuple):
     """The rows of a file that could be read, and the table that they are from."""
 
     rows: list[StatedRow]
-    table: Table
+    table: RowTable
 
 
 def read(path: str) -> list[StatedRow]:
