@@ -19,7 +19,7 @@ All of train.py's options are taken, and these:
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
 tensor of every step is compared with one rank's. At last a run is saved in one layout and goes on
-in two others. A difference is reported with the first tensor, in the order in which tensors are
+in others. A difference is reported with the first tensor, in the order in which tensors are
 computed, the operations before it, and explanations that fit its values.
 
 Under srun or mpirun, --cluster measures and tries the cluster itself and writes a page about it

@@ -248,21 +248,37 @@ def _possible(config: Config, ranks: int) -> set[tuple[Setting, Setting]]:
 
 
 def to_resume(config: Config, chosen: Sequence[Layout]) -> tuple[Layout, list[Layout]]:
-    """Return a layout that saves a run, and two that go on with it, all of them if possible new.
+    """Return a layout that saves a run, and others that go on with it.
 
-    The first shards the optimizer's state over replicas and cuts tensors; of the others one has a
-    pipeline, and one shards differently. chosen: the layouts that have run.
+    The first shards the optimizer's state over replicas and cuts tensors. The others, as few as
+    possible, load that state in all ways that the run could have: cut by tp, in stages, by experts,
+    and in sections of ZeRO. chosen: the layouts that have run.
     """
-    wanted: list[dict[str, Any]] = [
-        {"tp": 2, "dp": 2, "zero": 1},
+    saves: list[dict[str, Any]] = [{"tp": 2, "dp": 2, "zero": 1}, {"dp": 2, "zero": 1}]
+    loads: list[dict[str, Any]] = [
         {"pp": 2, "dp": 2, "zero": 2},
         {"cp": 2, "dp": 2, "zero": 3},
-        {"dp": 2, "zero": 1},
+        {"tp": 2, "dp": 2, "ep": 2, "zero": 1},
+        {"tp": 2, "pp": 2},
+        {"cp": 2, "dp": 2, "ep": 4, "zero": 2},
         {"pp": 2},
         {"cp": 2},
         {"tp": 2},
+        {"dp": 2, "ep": 2, "zero": 2},
     ]
     most = max(map(ranks_of, chosen))
-    made = [layout for options in wanted if (layout := _layout(config, options)) is not None]
-    found = [layout for layout in made if ranks_of(layout) <= most] or list(chosen)
-    return found[0], (found[1:] or found)[:2]
+
+    def possible(wanted: list[dict[str, Any]]) -> list[Layout]:
+        """Return the layouts of these that the run can have on so many ranks."""
+        made = [layout for options in wanted if (layout := _layout(config, options)) is not None]
+        return [layout for layout in made if ranks_of(layout) <= most]
+
+    going_on: list[Layout] = []
+    covered: set[str] = set()
+    for layout in possible(loads):
+        loaded_by = {name for name, _ in _settings(layout) if name in (*AXES, "ep", "zero")}
+        if not loaded_by <= covered:
+            going_on.append(layout)
+            covered |= loaded_by
+    saved_by = (possible(saves) or list(chosen))[0]
+    return saved_by, going_on or list(chosen)[:2]

@@ -21,14 +21,14 @@ from checker.alone import findings
 from checker.causes import explanations, operations, shared, title
 from checker.compare import Reference, Seen, first_difference
 from checker.drawn import drawn
-from checker.layouts import VALUES, cover, name_of, ranks_of, read, some
+from checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
 from checker.recorder import Piece
 from checker.runs import CheckedRun, Worker
 from checker.shrink import shrink, unsaid
 from checker.thresholds import SMALL
 from config import command_line, validation
 from config.errors import UserError
-from config.schema import Layout
+from config.schema import EMA, Layout
 from distributed.context import start as start_context
 from distributed.launch import Launch
 from distributed.mesh import Mesh
@@ -119,6 +119,21 @@ def test_the_layouts_cover_every_pair(tmp_path, words):
     for layout in some(config, 4, 100, "others"):
         missing = [p for p in combinations(settings(layout), 2) if frozenset(p) not in covered]
         assert missing == [], name_of(layout)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("words", [GPT, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_saved_state_is_loaded_in_every_way(tmp_path, words, optimizer, most):
+    """Else a momentum that tensor ranks do not load would be in no layout."""
+    config, _ = small(tmp_path, f"{words} --optimizer {optimizer}")
+    _, going_on = to_resume(config, cover(config, most))
+    assert len(going_on) < 6
+    assert all(ranks_of(layout) <= most for layout in going_on)
+    for axis in AXES:
+        assert any(getattr(layout, axis) > 1 for layout in going_on), axis
+    assert any(layout.zero > 1 for layout in going_on)
+    assert any((layout.ep or 1) > 1 for layout in going_on) == (config.model.experts > 1)
 
 
 def test_a_layout_is_read_as_it_is_written(tmp_path):
@@ -351,6 +366,12 @@ def test_the_gradient_of_a_tensor_that_attention_uses_names_attention():
     assert words[1].startswith("the backward of attention: positions, mask and softmax, the sum")
 
 
+def test_the_operations_of_an_average_of_weights_are_those_of_the_update_and_its_own():
+    found = operations(Reference([], {}), (1, EMA, "head.weight"), Layout(dp=1))
+    assert "learning rate" in found
+    assert "the average of --ema" in found
+
+
 def test_thresholds_are_where_they_are_said_to_be():
     """A constant that has moved would leave its path unchecked."""
     for (module, name), value in SMALL.items():
@@ -401,7 +422,7 @@ def test_mistakes_are_one_sentence_before_torch(words, sentence):
 
 
 def test_right_layouts_are_equal():
-    """Also what is saved in one layout and goes on in two others."""
+    """Also what is saved in one layout and goes on in others."""
     outcome = fork_one("check.py", "--layouts", "10", "--ranks", "2", timeout=600)
     assert outcome.status == 0, outcome.out + outcome.err
     lines = outcome.out.splitlines()
