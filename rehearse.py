@@ -27,9 +27,10 @@ from dataclasses import replace
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
+from config import errors
 from config.cli import Parser
 from config.command_line import parse_request
-from config.errors import UserError, exit_with
+from config.errors import UserError
 from config.paths import check_file, write_file
 from config.validation import check_any_length
 from emulator import device_guard
@@ -45,10 +46,8 @@ def main(arguments: list[str]) -> int:
 
     A UserError ends the program with one line and the exit status 2.
     """
-    try:
+    with errors.sentences():
         return _rehearse(arguments)
-    except UserError as mistake:
-        exit_with(mistake)
 
 
 def _rehearse(arguments: list[str]) -> int:

@@ -457,7 +457,8 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     with context.failing_loudly():
         for line in run(task, context):
             if context.rank == 0:
-                print(printable(line).rstrip("\n"), flush=True)
+                with errors.sentences():  # nobody may read the output any more
+                    print(printable(line).rstrip("\n"), flush=True)
     context.stop()
 
 

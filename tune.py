@@ -22,7 +22,6 @@ from config import errors  # imported first, because it refuses a Python that is
 
 with errors.installed():
     from config.cli import Parser
-    from config.errors import UserError, exit_with
     from planner import hardware, risk
     from tuner.session import Session, StoppedBySignal, raise_on_signals
 
@@ -35,11 +34,10 @@ def main(arguments: list[str]) -> None:
     """
     raise_on_signals()
     try:
-        options, train_arguments = parser().parse_known_args(arguments)
-        session = Session(options, train_arguments)
-        session.run()
-    except UserError as error:
-        exit_with(error)
+        with errors.sentences():
+            options, train_arguments = parser().parse_known_args(arguments)
+            session = Session(options, train_arguments)
+            session.run()
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
     trials = session.result().trials

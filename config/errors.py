@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 
 # Numbers of the errors of writing to a file on a full disk, or to a pipe that no process reads.
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
+# Those of a file that only a full or read-only disk keeps from being written.
+FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # Texts of the errors of a full disk: no space left, disk quota exceeded.
 NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 # Characters that turn the direction of a text (Unicode Bidirectional Algorithm, UAX 9, 2.1 to 2.4).
@@ -137,6 +139,8 @@ def sentences() -> Iterator[None]:
     except UserError as mistake:
         exit_with(mistake)
     except OSError as error:
+        if error.filename is not None and error.errno in FULL_OR_READ_ONLY:
+            exit_with(UserError(f"cannot write {error.filename}: {error.strerror}"))
         if error.errno not in NOT_WRITTEN or error.filename is not None:
             raise
         # At its exit Python writes the text that is still buffered, which would fail again: so

@@ -6,6 +6,7 @@ write_file(path, text)              UserError if the disk is full; None: no file
 
 import contextlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,25 @@ def check_folder(flag: str, path: str) -> None:
 
 
 def write_file(path: str | None, text: str) -> None:
-    """Write `text` into the file `path`; UserError if it cannot be written. None: do nothing."""
+    """Write `text` into the file `path`; UserError if it cannot be written. None: do nothing.
+
+    A file that is there stays as it was if the new text has no room.
+    """
+    if path is None:
+        return
+    target = Path(os.path.realpath(path))
     try:
-        if path is not None:
-            Path(path).write_text(text)
+        if target.exists() and not target.is_file():  # a pipe, or /dev/stdout
+            target.write_text(text)
+            return
+        draft = target.with_name(f".{target.name:.200}.{os.getpid()}.partial")
+        try:
+            draft.write_text(text)
+            if target.exists():
+                shutil.copymode(target, draft)
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 

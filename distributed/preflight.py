@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 import torch
 
-from config.errors import NodeError, UserError
+from config.errors import NOT_WRITTEN, NodeError, UserError
 from config.run_options import Run
 from config.schema import Config
 from distributed import placement
@@ -88,8 +88,13 @@ def introduce(config: Config, context: Context, decided: str) -> None:
 
     def say(line: str) -> None:
         """Print a line on rank 0."""
-        if context.rank == 0:
+        if context.rank != 0:
+            return
+        try:
             print(line, flush=True)
+        except OSError as error:  # as the log does: a full disk does not end a run
+            if error.errno not in NOT_WRITTEN:
+                raise
 
     if context.size > 1:
         say(placement.table(context.places))

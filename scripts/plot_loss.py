@@ -16,7 +16,6 @@ with errors.installed():
     import numpy as np
 
     from config.cli import Parser
-    from config.errors import UserError, exit_with
     from config.paths import check_folder
     from numerics.record import read_steps
 
@@ -79,10 +78,8 @@ def main() -> None:
     """Draw the loss of the run that the command line names; a mistake is exit status 2."""
     parser = Parser(description="Draw the loss of a run.")
     parser.add_argument("folder", type=Path, help="the --out of a run of train.py")
-    try:
+    with errors.sentences():
         print(f"loss curve: {draw(parser.parse_args().folder)}")
-    except UserError as mistake:
-        exit_with(mistake)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """If this failed, a user's mistake would be a traceback, take long, or leave files behind."""
 
 import ast
+import errno
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import mistake_cases
 import pytest
@@ -12,7 +14,7 @@ import ranks
 from mistake_cases import CASES
 from ranks import ROOT
 
-from config import command_line, paths, validation
+from config import command_line, errors, paths, validation
 from config.errors import UserError
 from config.paths import check_file
 from distributed.placement import threads_asked_for
@@ -108,6 +110,27 @@ def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "link")
     with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
         paths.check_folder("--out", str(tmp_path / "link" / "run"))
+
+
+def test_a_file_stays_as_it_was_if_the_new_text_has_no_room(tmp_path, monkeypatch):
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    path.chmod(0o640)
+
+    def full(self, text):
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(UserError, match=r"cannot write .*No space"):
+            paths.write_file(str(path), "new")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["page.html"])
+    paths.write_file(str(path), "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o640)
+    paths.write_file("/dev/null", "text")
+    with pytest.raises(SystemExit), errors.sentences():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
 
 
 @pytest.mark.usefixtures("ends")

@@ -58,7 +58,7 @@ def test_two_ranks_on_one_gpu():
     with pytest.raises(UserError, match=r"ranks 2, 3 on node b .* \(y\), of 2 .*") as e:
         gpus.check_gpus(places("aabb", gpus="wxyy"))
     # --gpus-per-task would hide the other ranks' GPUs, which NCCL needs to see.
-    assert "give srun --gpus-per-node=2 --gpu-bind=none, or share" in str(e.value)
+    assert "give srun --gpus-per-node=2 --gpu-bind=none (train.py may share GPUs" in str(e.value)
 
 
 def test_the_switch_of_the_nccl_tests(monkeypatch):

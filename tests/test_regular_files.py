@@ -30,7 +30,7 @@ from scripts import prepare_data
 from supervisor.decisions import read_entries
 from telemetry.log import Log
 from telemetry.loss_monitor import earlier_steps
-from tuner.trials import TrialStore
+from tuner.trials import Trial, TrialStore
 
 pytestmark = pytest.mark.usefixtures("ends")
 DEMO = ROOT / "tests/data"
@@ -309,6 +309,17 @@ def test_what_a_strangers_model_corpus_or_checkpoint_says_moves_no_terminal(tmp_
 
 
 # ---- Trials --------------------------------------------------------------------------------------
+
+
+def test_a_trial_that_has_no_room_is_a_sentence(tmp_path):
+    store = TrialStore(tmp_path / "trials.jsonl")
+    (tmp_path / "trials.jsonl").symlink_to("/dev/full")
+    trial = Trial(key="k", label="l", ranks=1, status="ok", reason="", seconds=[1.0],
+                  predicted=1.0, config={})  # fmt: skip
+    with pytest.raises(
+        UserError, match=r"cannot write trial 1 into .*No space left .* the 0 before"
+    ):
+        store.add(trial)
 
 
 def test_a_trial_of_other_types_is_named_and_a_cut_line_too(tmp_path):

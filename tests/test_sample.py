@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -385,6 +386,15 @@ def test_samples_of_the_log_end_where_the_continued_model_ends():
     made = decoding.RunSamples(parse(words.split()), decoder, lambda: None, lambda line: None, (5,))
     made.after_step(1, last=True)
     assert asked == [(5,)]
+
+
+def test_an_output_that_has_no_room_is_a_sentence(runs):
+    command = [sys.executable, "sample.py", str(runs["gpt2"]), "--prompt", "1", "--max-tokens", "2"]
+    with open("/dev/full", "w") as full:
+        pipes = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, cwd=ranks.ROOT, **pipes)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: cannot write the output: No space left on device"
 
 
 def test_the_report_of_several_ranks_goes_into_a_new_folder(monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ from typing import Any
 
 from config import command_line
 from config.errors import UserError
-from config.paths import check_folder
+from config.paths import check_folder, write_file
 from planner import hardware
 from planner.layouts import Rejected
 from tuner import report_page, result_tables, search_space, trials
@@ -379,9 +379,9 @@ def write_report(result: SearchResult, out: Path) -> list[str]:
     Return the lines to print: the fastest layouts, a summary, and a command that trains.
     """
     out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text("\n".join(result_tables.markdown(result)) + "\n")
-    (out / "results.csv").write_text(result_tables.csv_text(result))
-    (out / "report.html").write_text(report_page.page(result))
+    write_file(str(out / "table.md"), "\n".join(result_tables.markdown(result)) + "\n")
+    write_file(str(out / "results.csv"), result_tables.csv_text(result))
+    write_file(str(out / "report.html"), report_page.page(result))
     result_tables.draw(result, str(out / "layouts.svg"))
     ranked = result.ranked
     lines = [*map(result_tables.top_line, ranked[:TOP]), "", *result_tables.summary(result)]

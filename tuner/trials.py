@@ -413,11 +413,18 @@ class TrialStore:
     def add(self, trial: Trial) -> None:
         """Append a trial to the file and wait until it is on the disk."""
         self.trials.append(trial)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a") as file:
-            file.write(json.dumps(asdict(trial)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a") as file:
+                file.write(json.dumps(asdict(trial)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"cannot write trial {len(self.trials)} into {self.path}: {error.strerror}; the "
+                f"{len(self.trials) - 1} before it are there: make room, and run the same command "
+                "again"
+            ) from None
 
     def of(self, key: str) -> list[Trial]:
         """Return the trials of the candidate with that key, oldest first."""
