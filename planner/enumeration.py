@@ -38,6 +38,7 @@ NOT_VARIED = (
     "overlap_param_gather",
     "sync_each_batch",
     "reshard_after_forward",
+    "ep",  # a given one; Job.ep has the one that the planner takes if there is none
 )
 VARIED = ("micro_batch_size", "zero", "recompute", "sequence_parallel")  # columns of a Table
 # The values of these fields in all measured runs: a layout with them is called plain.

@@ -71,6 +71,15 @@ def test_all_kinds_of_schedules_are_found_where_they_are_fastest():
     assert found[0].prediction.seconds < plain[0].prediction.seconds
 
 
+def test_a_given_ep_is_known_while_layouts_are_ordered():
+    """They were ordered by the ep that a plan takes by itself: the fastest was not tried."""
+    line = "layouts --model qwen3-30b-a3b --gpu h100 --nodes 8 --global-batch-size 512 --ep 32"
+    found = plan.ask(line.split()).data["ranked"]
+    narrow = plan.ask([*line.split(), "--tp", "1", "--pp", "1", "--cp", "1"]).data["ranked"]
+    assert {one["ep"] for one in found} == {32}
+    assert found[0]["seconds"] <= narrow[0]["seconds"]
+
+
 def test_the_command_names_the_model_as_it_was_given():
     line = "layouts --model gpt2-124m --bias --seq-length 512 --gpus 4 --tp 2 --global-batch-size 8"
     data = plan.ask(line.split()).data
