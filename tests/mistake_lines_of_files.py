@@ -10,7 +10,7 @@ OF_FILES = {
 --prompt text | the following arguments are required: RUN
 nowhere | give one of --prompt, --chat, --eval-data, --eval-tasks; none was given
 nowhere --prompt text | nowhere is not a complete checkpoint: there is no such folder
-a-file --prompt text | a-file is not a complete checkpoint: there is no such folder
+a-file --prompt text | a-file is not a complete checkpoint: it is a file
 dir --prompt text | dir is not a complete checkpoint: it has no manifest.json
 '' --prompt text | no value, after '': is a variable not set?
 cut-manifest --prompt text | cut-manifest/manifest.json is damaged: its contents do not match its
@@ -72,7 +72,7 @@ shwo dir | COMMAND: invalid choice: 'shwo'
 show | the following arguments are required: DIR
 show nowhere | nowhere is not a complete checkpoint: there is no such folder
 show dir | dir is not a complete checkpoint: it has no manifest.json
-show a-file | a-file is not a complete checkpoint: there is no such folder
+show a-file | a-file is not a complete checkpoint: it is a file
 show '' | no value, after 'show': is a variable not set?
 verify cut-manifest | cut-manifest/manifest.json is damaged: its contents do not match its own
 export dir new | the following arguments are required: --to

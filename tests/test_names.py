@@ -202,7 +202,7 @@ def test_every_program_takes_a_batch_in_tokens(tmp_path, monkeypatch):
     seen = []
     checked = rehearse.check_any_length
     monkeypatch.setattr(
-        rehearse, "check_any_length", lambda config, _: seen.append(config) or checked(config, 1)
+        rehearse, "check_any_length", lambda config, *_: seen.append(config) or checked(config, 1)
     )
     with pytest.raises(SystemExit):  # which no rehearsal takes
         rehearse.main([*batch, "--optimizer", "adamw8bit"])
