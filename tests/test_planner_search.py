@@ -75,8 +75,10 @@ def test_a_given_ep_is_known_while_layouts_are_ordered():
     """They were ordered by the ep that a plan takes by itself: the fastest was not tried."""
     line = "layouts --model qwen3-30b-a3b --gpu h100 --nodes 8 --global-batch-size 512 --ep 32"
     found = plan.ask(line.split()).data["ranked"]
-    narrow = plan.ask([*line.split(), "--tp", "1", "--pp", "1", "--cp", "1"]).data["ranked"]
+    one = "--tp 1 --pp 1 --cp 1 --micro-batch-size 1 --zero 1 --recompute none"
+    narrow = plan.ask([*line.split(), *one.split()]).data["ranked"]
     assert {one["ep"] for one in found} == {32}
+    assert len(narrow) == 1
     assert found[0]["seconds"] <= narrow[0]["seconds"]
 
 
