@@ -61,8 +61,9 @@ def write_file(path: str | None, text: str) -> None:
         return
     target = Path(os.path.realpath(path))
     try:
-        if target.exists() and not target.is_file():  # a pipe, or /dev/stdout
-            target.write_text(text)
+        # A pipe is no file, and /dev/stdout may be one that others write too.
+        if path.startswith("/dev/") or (target.exists() and not target.is_file()):
+            Path(path).write_text(text)
             return
         draft = target.with_name(f".{target.name:.200}.{os.getpid()}.partial")
         try:

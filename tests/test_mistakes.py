@@ -129,6 +129,9 @@ def test_a_file_stays_as_it_was_if_the_new_text_has_no_room(tmp_path, monkeypatc
     paths.write_file(str(path), "new")
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o640)
     paths.write_file("/dev/null", "text")
+    with open(path) as opened:  # as a shell that sends the output into a file
+        paths.write_file(f"/dev/fd/{opened.fileno()}", "newer")
+        assert os.path.samestat(os.fstat(opened.fileno()), path.stat())
     with pytest.raises(SystemExit), errors.sentences():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
 
