@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -33,6 +33,7 @@ from distributed.parent_death import end_with_parent
 
 FORK: Any = multiprocessing.get_context("fork")
 Work = Callable[[Context, Any], Any]
+RANKS_OF_NODE = 2
 
 
 @dataclass
@@ -127,6 +128,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack-{os.getpid()}"), "w"))  # noqa: SIM115
     gc.freeze()  # a collection would copy what this rank shares with its parent
     context = start(local_ranks.become_rank(rank, size, port), run)
+    _name_nodes(context)
     while True:
         job = pipe.recv()
         try:
@@ -139,6 +141,17 @@ def _serve(
             answer = Failure("error", [rank], f"{type(error).__name__}: {error} ({where})")
             answer.stacks = {rank: traceback.format_exc()}
         pipe.send(answer)
+
+
+def _name_nodes(context: Context) -> None:
+    """Take every RANKS_OF_NODE ranks for a node, so that experts are on several nodes with --ep 4.
+
+    Tokens go another way to experts on several nodes (distributed/node_dispatch.py). Only names
+    change, as the ranks still meet over this machine's loopback network.
+    """
+    of_rank = [f"node {rank // RANKS_OF_NODE}" for rank in range(context.size)]
+    context.node = of_rank[context.rank]
+    context.places = [replace(p, node=n) for p, n in zip(context.places, of_rank, strict=True)]
 
 
 class Worlds:

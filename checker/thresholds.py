@@ -20,6 +20,7 @@ from config.errors import UserError
 SMALL: dict[tuple[str, str], Any] = {
     ("checkpointing.state", "SPREAD_ELEMENTS"): 100,
     ("checkpointing.writer", "RECORDED_ELEMENTS"): 1000,
+    ("config.dispatch", "LEAST_SPARED"): 0.0,
     ("distributed.collectives", "SHORT_BYTES"): 2**12,
     ("distributed.collectives", "EXCHANGE_BYTES"): 2**14,
     ("loss", "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},

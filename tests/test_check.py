@@ -458,6 +458,25 @@ def test_planted_faults_are_named(name):
     assert judged(fault, row) == (True, True, True), row["text"]
 
 
+@pytest.mark.slow
+def test_experts_on_several_nodes_are_checked_on_one():
+    """With --ep 4 ranks are on two nodes by name, so a token is sent once to each."""
+    summed = "AddUpWeighted.apply(rows, weights"
+    fault = {"name": "a node's sum without the gradient of its weights"}
+    fault |= {
+        "file": "distributed/node_dispatch.py",
+        "find": summed,
+        "replace": f"{summed}.detach()",
+    }
+    fault |= {"options": f"{GPT_16} --experts 8 --experts-per-token 3 --layout 'dp 4 ep 4'"}
+    fault |= {
+        "tensor": r"gradient of the output of .*router",
+        "operation": "backward of the experts",
+    }
+    (row,) = asked({}, fault)
+    assert judged(fault, row) == (True, True, True), row["text"]
+
+
 GPT_16 = "--layers 4 --hidden 16 --heads 4 --seq-length 8 --vocab-size 61 --steps 4"
 ADAFACTOR = f"{GPT_16} --optimizer adafactor --lr 1e-2"
 # Runs that showed a defect in an earlier version: options, and the layout.
