@@ -32,6 +32,7 @@ from distributed.context import Context, await_other_threads, prepare
 from distributed.early_end import StartWatch, node_name
 from distributed.launch import Launch, Local
 from distributed.mesh import Mesh
+from distributed.placement import Place
 
 WORKER = "tests/failing_worker.py"
 
@@ -342,7 +343,8 @@ def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
         monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
     local, device = Local(0, 32, True, 1, 0), torch.device("cuda", 0)
     launch = Launch("srun", 0, 32)
-    context = Context(launch, 0, 32, "", local, [], device, backend, 1, None)
+    places = [Place("n0", 0, "cuda", None, ())] * 32
+    context = Context(launch, 0, 32, "n0", local, places, device, backend, 1, None)
     of_role: dict[str, dict] = {}
     make = Context.group
 
@@ -357,6 +359,9 @@ def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
     axes = {"pp": 2, "dp": 2, "cp": 4, "tp": 2}
     distributed_context._start_process_groups(context)
     Mesh(axes, context, channels=True, over_heads=2, ep=4)
+    # Of experts on several nodes there are other groups.
+    context.places = [Place(f"n{n // 2}", 0, "cuda", None, ()) for n in range(32)]
+    Mesh(axes, context, ep=4, sends_once=lambda nodes: True)
     (of_role["world"],) = of_world
     return of_role
 
@@ -368,7 +373,8 @@ LIMITS = {"dp": 16, "replicas": 16, "expert replicas": 16, "tied": 16, "world": 
 def test_groups_on_nccl_are_bound_to_a_device_and_limit_their_kernels(monkeypatch):
     """Else messages take lazy communicators of two ranks, and SMs that the products need."""
     of_role = groups_made(monkeypatch, "nccl")
-    assert {"tp", "cp", "heads", "kv", "experts"} <= set(of_role)
+    of_experts = {"experts", "experts across", "experts within", "expert replicas"}
+    assert {"tp", "cp", "heads", "kv"} | of_experts <= set(of_role)
     for role, options in of_role.items():
         wanted = options["pg_options"]
         # torch would make all other groups by splitting a world that is bound to a device.
