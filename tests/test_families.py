@@ -540,3 +540,10 @@ def test_a_shape_that_cannot_be_built_is_refused(changes, sentence):
 @pytest.mark.slow
 def test_their_layers_give_the_single_rank_run_in_every_layout(tmp_path):
     check_lines("families", tmp_path)
+
+
+def test_no_shared_experts_may_be_null_in_a_config():
+    """An older file of DeepSeek's own code has null; transformers' default number was taken."""
+    config = LATENT | {"model_type": "deepseek_v2", "vocab_size": 64, "n_shared_experts": None}
+    options, lacks = families.from_config(config, "config.json")
+    assert (options["shared_ffn_hidden"], lacks) == (0, [])
