@@ -252,7 +252,18 @@ def processes(most: int, gpu: str) -> ProcessPoolExecutor:
         torch.zeros(1, device="cuda").add_(1)
     workers = min(most, len(allowed_cores()))
     forks = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(workers, forks, end_with_parent, (os.getpid(),))
+    return ProcessPoolExecutor(workers, forks, _begin_worker, (os.getpid(),))
+
+
+def _begin_worker(parent: int) -> None:
+    """Prepare a forked process that runs ranks, and end it with the process `parent`.
+
+    A fork has torch's thread pool of its parent, which torch replaces at the first call that sets
+    the number of threads. Autograd starts a thread for each device, and each makes this call: two
+    at once end the process with "Invalid thread pool". So this thread makes the call before them.
+    """
+    end_with_parent(parent)
+    torch.set_num_threads(1)
 
 
 def rehearse(
