@@ -1,9 +1,10 @@
 """Update rules: if this failed, one of them would depend on the layout or the ZeRO stage.
 
-As test_golden: losses, gradient norms and weights of four steps; of fp16, one case of ten steps on
-each number of ranks. A skipped step has the norm NaN, which equals nothing. Tolerances are relative
-and depend on the rounding: fp32; 8-bit moments, where some codes flip; 16-bit activations, which
-every layout rounds at other places.
+As test_golden: losses, gradient norms and weights of three steps, the last of which has moments of
+an earlier update and weights that were gathered after it; of fp16, one case of ten steps on two
+ranks. A skipped step has the norm NaN, which equals nothing. Tolerances are relative and depend on
+the rounding: fp32; 8-bit moments, where some codes flip; 16-bit activations, which every layout
+rounds at other places.
 """
 
 import importlib.util
