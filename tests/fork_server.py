@@ -1,5 +1,5 @@
 """Runs programs as forks of one process that has imported torch, for tests that start many ranks,
-or of one that has imported what all programs need before torch.
+or of one that has imported what all programs need before torch, or what a rehearsal needs.
 
     process = Forked(["train.py", "--tp", "2"], environment, out, err)
     process.wait(timeout)     # as of subprocess.Popen; also poll() and pid
@@ -37,6 +37,7 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 # The modules that a server imports before it forks. All optimizers of torch except AdamW import
 # torch._dynamo.
 TORCH = ("torch._dynamo", "trainer")
+REHEARSAL = ("tests.rehearsal_imports",)
 NO_TORCH = ("plan", "tune", "config.validation", "distributed.context", "h5py")
 IMPORTS_ASKED = "PYTHONPROFILEIMPORTTIME"  # in a fork: print all modules, in the form of its lines
 

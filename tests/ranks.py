@@ -1,5 +1,6 @@
 """Starts real ranks for tests: programs under mpirun or srun, with a limit that leaves nothing."""
 
+import functools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from fork_server import Forked
+from fork_server import REHEARSAL, Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where scripts/setup.sh puts Open MPI, for tests alone; mpi4py speaks to it if it is told to.
@@ -89,6 +90,12 @@ def fork_ranks(count: int, *words: str, timeout: float = 300, **environment: str
 def fork_one(*words: str, timeout: float = 300, **environment: str) -> Outcome:
     """Run `python WORDS` as a single process, forked as the ranks of fork_ranks."""
     return _run_ranks(Forked, [{}], words, timeout, environment)
+
+
+def fork_rehearsal(*words: str, timeout: float = 300, **environment: str) -> Outcome:
+    """Run `python WORDS`, a program that runs ranks on fake GPUs, as fork_one does."""
+    forked = functools.partial(Forked, imports=REHEARSAL)
+    return _run_ranks(forked, [{}], words, timeout, environment)
 
 
 def results_of(

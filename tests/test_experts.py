@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import os
-import sys
 from pathlib import Path
 
 import golden_worker
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_within
-from ranks import fork_one, fork_ranks, results_of, start
+from ranks import fork_one, fork_ranks, fork_rehearsal, results_of
 from small_corpora import write_chats, write_corpora
 from test_golden import check_lines, distance, lines_of, reference
 
@@ -481,7 +480,7 @@ def test_a_rehearsal_of_experts_meets_and_shows_the_worst_memory(tmp_path):
     for routing in ("even", "one-rank"):
         path = tmp_path / f"{routing}.json"
         line = [*words.split(), "--routing", routing, "--json", str(path)]
-        outcome = start([sys.executable, "rehearse.py", *line])
+        outcome = fork_rehearsal("rehearse.py", *line)
         assert outcome.status == 0, outcome.out + outcome.err
         answer = json.loads(path.read_text())
         assert not answer["finding"]

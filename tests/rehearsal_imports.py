@@ -1,0 +1,7 @@
+"""Imports what a rehearsal needs, the library for fake GPUs before torch; for fork_server.py."""
+
+from emulator import device_guard
+
+device_guard.load()
+
+from emulator import answers, rehearsal  # noqa: F401
