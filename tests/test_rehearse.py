@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import stops_worker
 from planted_mismatches import KINDS, Cannot, plant
-from ranks import ROOT, start
+from ranks import ROOT, Outcome, fork_rehearsal, start
 from rehearsal_cases import CASES
 
 import rehearse
@@ -31,9 +31,8 @@ def rehearsed(cases: dict[str, tuple[int, str]], folder: Path, *how: str) -> dic
     """The rehearsals of worlds and command lines by name, of one process and its children."""
     listed, out = folder / "cases.json", folder / "out.pickle"
     listed.write_text(json.dumps(cases))
-    command = [sys.executable, "tests/rehearsal_worker.py", str(listed), str(out), *how]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
+    done = fork_rehearsal("tests/rehearsal_worker.py", str(listed), str(out), *how, timeout=900)
+    assert done.status == 0, done.err
     return pickle.loads(out.read_bytes())
 
 
@@ -227,19 +226,18 @@ def test_launches_that_block_the_host():
 FEW = ("--layers", "2")
 
 
-def run(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "rehearse.py", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def run(*words: str) -> Outcome:
+    return fork_rehearsal("rehearse.py", *words)
 
 
 @pytest.mark.slow
 def test_the_command_answers_in_words_and_as_data(tmp_path):
     out = tmp_path / "answers.json"
     done = run("--gpus", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks", *FEW)
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     for question in ("Will every collective meet? Yes", "Will it fit? Yes"):
-        assert question in done.stdout
-    assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.stdout
+        assert question in done.out
+    assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.out
     answers = json.loads(out.read_text())
     assert answers["finding"] == ""
     assert answers["ranks_run"] == [0, 1, 2, 3]
@@ -249,31 +247,31 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
 
 
 def test_progress_is_on_standard_error():
-    """A line per quarter at most."""
+    """A line per quarter at most, and on a busy machine others that repeat it."""
     done = run("--gpus", "2", "--all-ranks", *SHAPE.split(), *FEW, "--hidden", "32")
-    assert done.returncode == 0, done.stderr
-    shown = [line.partition(",")[0] for line in done.stderr.splitlines()]
-    assert shown == [f"ranks rehearsed: {count} of 2" for count in range(3)]
+    assert done.status == 0, done.err
+    shown = [line.partition(",")[0] for line in done.err.splitlines()]
+    assert list(dict.fromkeys(shown)) == [f"ranks rehearsed: {count} of 2" for count in range(3)]
 
 
 @pytest.mark.slow
 def test_the_verdict_is_about_the_ranks_that_were_run():
     done = run("--gpus", "8", *SHAPE.split(), "--tp", "8", "--heads", "8", *FEW)
-    assert done.returncode == 0, done.stderr
-    assert "8 ranks, tp 8 x pp 1 x dp 1, bf16: 3 were run, each other one" in done.stdout
+    assert done.status == 0, done.err
+    assert "8 ranks, tp 8 x pp 1 x dp 1, bf16: 3 were run, each other one" in done.out
     text = "operations of the 3 ranks that were run, no deadlock if the other 5 do as these"
-    assert text in done.stdout
+    assert text in done.out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("gpu", "precision"), [("a100-80", "bf16"), ("v100-32", "fp16")])
 def test_the_precision_is_that_which_the_planner_takes_on_the_machine(gpu, precision):
-    words = f"--model gpt2-124m --layers 2 --gpu {gpu} --gpus 1 --global-batch-size 1"
+    words = f"--model gpt2-124m --layers 1 --gpu {gpu} --gpus 1 --global-batch-size 1"
     done = run(*words.split())
-    assert f"dp 1, {precision}: 1 were run" in done.stdout, done.stderr
-    command = [sys.executable, "plan.py", "layouts", *words.split()]
-    planned = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"--precision {precision}" in planned.stdout
+    assert f"dp 1, {precision}: 1 were run" in done.out, done.err
+    planned = fork_rehearsal("plan.py", "layouts", *words.split())
+    assert planned.status == 0, planned.err
+    assert f"--precision {precision}" in planned.out
 
 
 @pytest.mark.slow
@@ -298,24 +296,25 @@ def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
 @pytest.mark.slow
 def test_stages_with_experts_may_load_kernels_in_every_action(tmp_path):
     """The router gives an expert another number of rows in each micro-batch, so other kernels."""
-    olmoe = "--model olmoe-1b-7b --layers 4 --pp 2 --ep 4 --precision bf16 --global-batch-size 16"
-    lines = {"olmoe": (8, olmoe), "dense": (2, f"{SHAPE} --pp 2 --micro-batch-size 1")}
-    worlds = {name: found.world for name, found in rehearsed(lines, tmp_path).items()}
-    for trace in worlds["olmoe"].traces:
+    shape = f"{SHAPE} --layers 2 --pp 2 --micro-batch-size 1"
+    experts = f"{shape} --no-bias --experts 4 --experts-per-token 2 --ep 2"
+    world = rehearsed({"experts": (4, experts)}, tmp_path)["experts"].world
+    for trace in world.traces:
         loads = {event.place for event in trace if event.kind == LOAD}
         for action in ("F 0", "F 3", "B 0", "B 3"):
             assert f"step 2, {action}" in loads
-    assert deadlock(worlds["olmoe"]) is None
+    assert deadlock(world) is None
+    lines = {"experts": (4, experts), "dense": (2, shape)}
     worlds = {name: r.world for name, r in rehearsed(lines, tmp_path, "both ways").items()}
-    assert deadlock(worlds["olmoe"]).startswith("deadlock: rank")
+    assert deadlock(worlds["experts"]).startswith("deadlock: rank")
     assert deadlock(worlds["dense"]) is None  # its kernels are all loaded in the warm-up
 
 
 # A launcher that notes that it was called, as Slurm's would be.
 SRUN = "#!/bin/sh\ntouch $CALLED\n"
 SCONTROL = "#!/bin/sh\necho n1\n"  # the hostnames of the job
-FP16 = SHAPE.replace("bf16", "fp16")  # a V100 has no bf16
-TOO_LARGE = "--hidden 8192 --heads 64 --layers 2 --precision bf16 --global-batch-size 1"
+FP16 = SHAPE.replace("bf16", "fp16").replace("--layers 4", "--layers 1")  # a V100 has no bf16
+TOO_LARGE = "--hidden 8192 --heads 64 --layers 1 --precision bf16 --global-batch-size 1"
 
 
 @pytest.mark.parametrize(
