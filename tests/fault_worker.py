@@ -19,16 +19,20 @@ import sys
 import time
 from pathlib import Path
 
-import kill_worker
 import psutil
 
-import trainer
-import zero
-from checkpointing import file_format
-from config import validation
-from config.command_line import parse
-from corpora.prefetch import Prefetcher
-from distributed.launch import Launch, discover
+from config import errors
+
+with errors.installed():
+    import kill_worker
+
+    import trainer
+    import zero
+    from checkpointing import file_format
+    from config import validation
+    from config.command_line import parse
+    from corpora.prefetch import Prefetcher
+    from distributed.launch import Launch, discover
 
 SHAPE = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 8 --vocab-size 31 --global-batch-size 8 "

@@ -1,6 +1,7 @@
 """train.py with a pause in every step: `python THIS SECONDS ARGUMENTS...`.
 
-For tests of time limits: a run of known length that takes little processor time.
+For tests of time limits: a run of known length that takes little processor time. A step with a
+pause of a minute or more says so on each rank.
 """
 
 import sys
@@ -21,6 +22,8 @@ def main() -> None:
     step = trainer.step
 
     def paced(*arguments):
+        if pause >= 60.0:
+            print("a long pause", flush=True)
         time.sleep(pause)
         return step(*arguments)
 
