@@ -316,7 +316,7 @@ class Audit:
         if differing is not None:
             place, tied = differing
             # A place after the last name is padding: another rank has computed more products.
-            names = [*results.names, "the number of products"]
+            names = [*results.names, "the number of matmuls"]
             report = place, tied, names[min(place, len(results.names))]
         axes = self.config.layout.axes
         found = self.exchange.agree(report, lambda reports: named(reports, axes), "audit")

@@ -94,7 +94,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     for line in (
         "global batch: 4 from step 1, 6 from step 3, 8 from step 5 (20 samples); 3 sizes, 12 st",
         "micro-batch 2 x 2 to 4,",
-        "peak memory of a rank, MB (resident; before: the model was built); by part: python plan.py stages --config",
+        "peak memory of a rank, MB (resident; before: the model was built); by part: python",
     ):
         assert line in four.out
     facts = json.loads((tmp_path / "four" / "run.json").read_text())
