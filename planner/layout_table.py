@@ -172,7 +172,7 @@ def _at_one_adapter(
         text += f"the first line is still the fastest of these, {seconds(best):.2f} s"
     else:
         text += f"{_words(best.layout, question)}, {seconds(best):.2f} s, where the first takes "
-        text += f"{seconds(lines[0]):.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks so"
+        text += f"{seconds(lines[0]):.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks by it"
     return {"seconds": seconds(best), "flags": _flags(best.layout, question)}, text
 
 

@@ -291,7 +291,8 @@ def _reasons(
         found.append(f"{model.layers} blocks over {layout.stages} stages: {parts:.1f} each")
     if layout.recompute != "none":
         number = layout.recompute_layers
-        found.append(f"recomputes {'all' if number is None else number} blocks of a stage")
+        blocks = {None: "all blocks", 1: "1 block"}.get(number, f"{number} blocks")
+        found.append(f"recomputes {blocks} of a stage")
     return found or ["GEMMs and heads fill the GPU"]
 
 
