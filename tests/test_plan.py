@@ -432,7 +432,7 @@ def test_a_measured_network_takes_the_place_of_the_datasheets_and_its_shares():
     words += ["--global-batch-size", "64", "--tp", "1", "--pp", "1", "--top", "1"]
     stated = plan.ask(words)
     measured = plan.ask([*words, "--network", "10"])
-    assert "--network GB/s gives yours" in stated.text
+    assert "give yours as --network GB/s" in stated.text
     assert "--network" not in measured.text
     first, slower = (answer.data["ranked"][0] for answer in (stated, measured))
     datasheet, quarter = first["at_networks"]
