@@ -10,6 +10,7 @@ culprit came to its fault.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -248,6 +249,8 @@ def main() -> None:
     if sys.argv[3:] == ["rank"]:
         do_job(discover(), folder, jobs)
         return
+    # Before the forks: all ranks with --zero 3 need it, and it takes a second.
+    importlib.import_module("torch._dynamo")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     chance = random.Random(json.dumps(jobs))
     for number, job in enumerate(jobs):
