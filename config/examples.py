@@ -31,7 +31,8 @@ def examples(field: Field[Any]) -> tuple[Any, ...]:
     They are the other choices, the other of two truth values, the `example`, or numbers inside the
     limits, of which each may still contradict another option.
     """
-    facts, default = field.metadata, field.default
+    facts: Any = field.metadata
+    default: Any = field.default
     if facts["choices"]:
         return tuple(choice for choice in facts["choices"] if choice != default)
     if field.type is bool:
@@ -61,7 +62,9 @@ def needed(field: Field[Any]) -> dict[str, Any]:
             if value is not None and needs.is_met_by(value):
                 return needed(other) | {name: value}
     names = ", ".join(needs.options)
-    raise UserError(f"{field.name} needs {needs}, and no declaration of {names} has such an example")
+    raise UserError(
+        f"{field.name} needs {needs}, and no declaration of {names} has such an example"
+    )
 
 
 def _is_inside(number: float, facts: Any) -> bool:

@@ -1,6 +1,6 @@
 """Cases of layouts against one rank for options, and choices of them, that no golden line names.
 
-    for case in cases_of("activation", "softsign", folder): ...       as `lines_of` of test_golden.py
+    cases_of(Setting("activation", "softsign"), folder)         a list, as of a file of test_golden.py
 
 They are made from the declaration of the option (config/examples.py), so that a new option or
 choice is run under tp, pp, cp, ep and ZeRO before anyone writes a line for it.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import golden_worker
 from test_golden import TOLERANCES, lines_of
 
-from config import schema, validation
+from config import validation
 from config.errors import UserError
 from config.examples import examples, needed, options
 from config.schema import GROUPS
@@ -72,9 +72,7 @@ def settings_without_a_line(named: dict[str, set[str]]) -> list[Setting]:
     named: `named_in_lines`, or less of it. An option without any example has the value None.
     """
     found = []
-    for field in itertools.chain.from_iterable(
-        options_of(section) for section in SECTIONS
-    ):
+    for field in itertools.chain.from_iterable(options_of(section) for section in SECTIONS):
         choices = field.metadata["choices"]
         values = examples(field) if choices else examples(field)[:1] or (None,)
         if field.name in WITHOUT_A_LINE or (field.name in named and not choices):

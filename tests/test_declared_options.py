@@ -14,6 +14,7 @@ from derived_lines import (
     settings_without_a_line,
 )
 from small_corpora import write_corpora
+from test_config import BY_HAND
 from test_golden import (
     assert_equal_runs,
     distance,
@@ -43,7 +44,7 @@ def differs_from_the_run_without(case: dict, setting: Setting) -> bool:
     with_it, without = reference(case), single_rank(json.dumps(others))
     if with_it["weights"].keys() != without["weights"].keys():
         return True
-    return not distance(with_it, without) == 0  # a NaN differs
+    return distance(with_it, without) != 0  # a NaN differs
 
 
 def check_settings(settings: list[Setting], folder) -> None:
@@ -117,9 +118,6 @@ def parsed(chosen: dict):
 
 
 NEEDY = [name for name, field in options().items() if field.metadata["needs"]]
-# Their values are texts, files or checkpoints: lines of tests/data/useless_options.txt.
-BY_HAND = {"rotary_scaling", "rotary_blocks", "window_blocks", "window_rotary_scaling", "split"}
-BY_HAND |= {"cache", "after_save", "record_routing", "pin_routing", "decay_tokens", "max_positions"}
 
 
 @pytest.mark.parametrize("name", sorted({*NEEDY} - BY_HAND))
