@@ -1,6 +1,6 @@
 """Cases of layouts against one rank for options, and choices of them, that no golden line names.
 
-    cases_of(Setting("activation", "softsign"), folder)         a list, as of a file of test_golden.py
+    cases_of(Setting("activation", "softsign"), folder)       a list, as `lines_of` of a file gives
 
 They are made from the declaration of the option (config/examples.py), so that a new option or
 choice is run under tp, pp, cp, ep and ZeRO before anyone writes a line for it.
