@@ -100,8 +100,8 @@ def _lacks(model: ModelShape) -> str:
     derived = model.derived()
     for field in dataclasses.fields(model):
         value, default = getattr(model, field.name), derived.get(field.name, field.default)
-        is_new = field.name not in MODEL and value != default
-        lacks[f"{as_typed(field)} {value} by this command"] = is_new
+        if field.name not in MODEL and value != default:
+            lacks[f"{as_typed(field)} {value} by this command"] = True
     return next((what for what, is_lacking in lacks.items() if is_lacking), "")
 
 

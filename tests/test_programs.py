@@ -255,6 +255,15 @@ def test_every_option_that_is_said_has_a_line():
     assert not missing, f"lines in CHANGES for {missing}, or take them out of megatron_words.SAYS"
 
 
+def test_an_option_of_the_model_that_megatrons_words_do_not_know_is_refused(monkeypatch):
+    """As one that is new: it would else be lost on the way."""
+    dense = next(iter(CHANGES))
+    monkeypatch.setattr(megatron_words, "MODEL", megatron_words.MODEL - {"rotary_fraction"})
+    assert isinstance(command_of(dense), list)
+    found = command_of(f"{dense} --set rotary_fraction=0.5")
+    assert "megatron has no rotary_fraction 0.5 by this command" in found
+
+
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_what_a_command_does_not_say_is_named(name, capsys):
     words = f"layouts --for {name} --model llama-3-8b --gpu h100 --gpus 8 --save-every 10 --ema 0.9"
