@@ -288,12 +288,13 @@ def run(task: Task, context: Context) -> Iterator[str]:
 
     Collective over all ranks; called by `main`.
     """
-    import data
-    import trainer
-    from checkpointing.load import load_weights
-    from decoding import Decoder, SamplingParams
-    from optim import precision
-    from scoring import Scorer
+    with errors.installed():
+        import data
+        import trainer
+        from checkpointing.load import load_weights
+        from decoding import Decoder, SamplingParams
+        from optim import precision
+        from scoring import Scorer
 
     precision.check(task.config, context)
     splits = data.build(task.config)

@@ -42,7 +42,7 @@ from checker.card import (
     verdict,
     write,
 )
-from config import command_line, validation
+from config import command_line, errors, validation
 from config.cli import Parser
 from config.errors import UserError, exit_with
 from config.paths import check_folder
@@ -75,7 +75,7 @@ KNOWN = {
     "--micro-batch-size 2",
 }
 STEPS_OF_KNOWN = 12
-MICRO_BATCHES = 8  # of a step of the known model, on each replica
+MICRO_BATCHES = {"cuda": 8, "cpu": 2}  # of a step of the known model, on each replica
 SECONDS_TO_FOLLOW = 20.0  # that ranks get to end by themselves when another one has failed
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -93,7 +93,10 @@ def main(arguments: list[str]) -> int:
             raise UserError("one rank is no cluster: start check.py --cluster with srun or mpirun")
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    from distributed.context import start
+    with errors.installed():
+        import torch  # noqa: F401
+
+        from distributed.context import start
 
     # The agents use no GPU, and leave the cores to the ranks of the parts.
     context = start(launch, Run(device="cpu", watchdog=False, bind_cores=False))
@@ -139,7 +142,7 @@ def _parse(arguments: list[str]) -> Namespace:
 def known_model(device: str, replicas: int) -> list[str]:
     """Return the options of the model that others know, with a batch for so many replicas."""
     known = KNOWN[device].split()
-    samples = int(known[known.index("--micro-batch-size") + 1]) * MICRO_BATCHES * replicas
+    samples = int(known[known.index("--micro-batch-size") + 1]) * MICRO_BATCHES[device] * replicas
     return [*known, "--global-batch-size", str(samples)]
 
 

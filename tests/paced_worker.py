@@ -6,11 +6,14 @@ For tests of time limits: a run of known length that takes little processor time
 import sys
 import time
 
-import trainer
-from config import validation
-from config.command_line import parse
-from distributed.launch import discover
-from distributed.stop_conditions import Signals
+from config import errors
+
+with errors.installed():
+    import trainer
+    from config import validation
+    from config.command_line import parse
+    from distributed.launch import discover
+    from distributed.stop_conditions import Signals
 
 
 def main() -> None:
