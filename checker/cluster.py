@@ -110,12 +110,12 @@ def _parse(arguments: list[str]) -> Namespace:
     """Return the options of check.py --cluster; raise UserError if one is wrong."""
     parser = Parser("check.py --cluster", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cluster", action="store_true", help="this check")
-    parser.add_argument("--out", default="runs/card", help="a folder that every node sees")
+    parser.add_argument("--out", default="runs/card", help="a folder on a shared file system")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--gpu", metavar="NAME", help="the planner's machine; default: by device")
-    parser.add_argument("--line-rate", type=float, metavar="GBIT", help="of a node, in Gbit/s")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for all parts, at most")
-    parser.add_argument("--parts", help=f"of {','.join(SHARES)}; default: all")
+    parser.add_argument("--line-rate", type=float, metavar="GBIT", help="a node's network, Gbit/s")
+    parser.add_argument("--minutes", type=float, default=20.0, help="time limit (default: 20)")
+    parser.add_argument("--parts", help=f"some of {','.join(SHARES)}; default: all")
     given = parser.parse_args(arguments)
     if not 0 < given.minutes < float("inf"):
         raise UserError(f"--minutes is a number above 0, not {given.minutes:g}")

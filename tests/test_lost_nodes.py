@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_fewer_nodes_until_they_come_back(tmp_path, slurm):
     gone, back, ended = decisions(tmp_path)
     assert (gone["action"], gone["out"], gone["used"]) == ("restart", ["n2"], 2)
     assert "goes on with 2 nodes" in gone["reason"]
-    assert "every operation of the ranks that were run meets, and it fits" in gone["reason"]
+    assert "all operations of the ranks that were run match, and it fits" in gone["reason"]
     assert (back["action"], back["back"]) == ("restart with the layout as given", ["n2"])
     assert ended["action"] == "pass the status on"
     assert nodes_of(run) == [["n1", "n2", "n3"], ["n1", "n3"], ["n1", "n2", "n3"]]

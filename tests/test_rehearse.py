@@ -237,7 +237,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
     out = tmp_path / "answers.json"
     done = run("--gpus", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks", *FEW)
     assert done.returncode == 0, done.stderr
-    for question in ("Will every collective meet? Yes", "Will it fit? Yes"):
+    for question in ("Do all collectives match? Yes", "Will it fit? Yes"):
         assert question in done.stdout
     assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.stdout
     answers = json.loads(out.read_text())
@@ -326,7 +326,7 @@ TOO_LARGE = "--hidden 8192 --heads 64 --layers 2 --precision bf16 --global-batch
             "v100-16",
             FP16,
             0,
-            "every operation of the ranks that were run meets, and it fits",
+            "all operations of the ranks that were run match, and it fits",
             marks=SLOW,
         ),
         ("none", TOO_LARGE, 0, ""),

@@ -70,7 +70,7 @@ def check_stopped(job: Job, reason: str) -> int:
     """The run printed why it stopped and saved its last step; that step."""
     last = job.rows[-1]["iteration"]
     assert f"stopped by {reason} on rank " in job.text, job.text[-4000:]
-    assert f"after iteration {last} of 100000; all is saved" in job.text
+    assert f"after step {last} of 100000; all is saved" in job.text
     assert saved_steps(job.out)[0] == last
     assert "Traceback" not in job.text
     return last
