@@ -62,6 +62,8 @@ def option(
     item: type = str,
     needs: Needs | None = None,
     file_only: bool = False,
+    example: Any = None,
+    at_each_start: bool = False,
 ) -> Any:
     """Return a dataclass field that is also a command-line flag and a TOML key of the same name.
 
@@ -69,10 +71,12 @@ def option(
     2^63. minimum, maximum: limits that are allowed themselves; above, below: limits that are not.
     nargs: number of values of an option that is a tuple, as in argparse; item: their type. needs:
     what the option has no effect without. file_only: a key of run files, presets and run.json that
-    has no flag; --set KEY=VALUE gives it too.
+    has no flag; --set KEY=VALUE gives it too. example: a value with which tests and `check.py
+    --random` try the option, where choices and limits do not say one (examples.py). at_each_start:
+    an option of training or data that a resume does not take from the checkpoint.
     """
     facts = {"help": help, "choices": choices, "nargs": nargs, "item": item, "needs": needs}
-    facts["file_only"] = file_only
+    facts |= {"file_only": file_only, "example": example, "at_each_start": at_each_start}
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return field(default=default, metadata=facts | limits)
 
@@ -267,11 +271,13 @@ class Data:
         ("synthetic",),
         "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic",
         nargs="+",
+        example=("a",),
     )
     stages: str = option(
         None,
         "TOML file of [[stage]] tables, which change corpora, sequence length, batch size or "
         "learning rate schedule at given numbers of tokens; see docs/data.md",
+        at_each_start=True,  # what was read from it is taken over, and not its path
     )
     split: str = option(
         "95,5,0",
@@ -283,23 +289,32 @@ class Data:
         "steps between evaluations, 0: only when training ends",
         minimum=0,
         needs=Needs(("eval_samples", "eval_data", "eval_tasks"), reason="nothing is evaluated"),
+        at_each_start=True,
     )
-    eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+    eval_samples: int = option(
+        0,
+        "validation samples per evaluation, 0: no evaluation",
+        minimum=0,
+        at_each_start=True,
+    )
     eval_data: tuple = option(
         None,
         "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or this many",
         nargs="+",
+        at_each_start=True,
     )
     eval_tasks: tuple = option(
         None,
         "[NAME=]FILE[:ROWS] ..., evaluate the multiple-choice tasks in these files too, on all "
         "rows or this many",
         nargs="+",
+        at_each_start=True,
     )
     eval_ema: bool = option(
         False,
         "evaluate the average of --ema too, as NAME_ema",
         needs=Needs(("ema",), reason="there is no average"),
+        at_each_start=True,
     )
     order: str = option(
         "megatron",
@@ -312,6 +327,7 @@ class Data:
         "node-local folder that caches sample orders, in trine-UID (default: TMPDIR or /tmp); "
         "none: each rank builds its own",
         needs=Needs(("data", "eval_data")),
+        at_each_start=True,
     )
     skip_samples: tuple = option(
         None,
@@ -532,7 +548,11 @@ class Run:
         "shell command to run in the background for each complete checkpoint, $TRINE_CHECKPOINT",
         needs=SAVES,
     )
-    resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
+    resume: str = option(
+        None,
+        "auto: the newest checkpoint of --out, if any; or the folder of one",
+        example="auto",
+    )
     branch_from: str = option(
         None,
         "start another run in --out from this checkpoint, or continue that run",

@@ -710,7 +710,7 @@ def unused_rotary(config: Config) -> list[str]:
 
 def _groups(config: Config) -> tuple[Any, ...]:
     """Return the groups of options that may need others."""
-    return config.model, config.training, config.data, config.run
+    return config.model, config.layout, config.training, config.data, config.run
 
 
 def _changed(config: Config) -> Iterator[tuple[dataclasses.Field, Any]]:
