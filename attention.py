@@ -33,6 +33,7 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
+from distributed.mesh import Mesh
 from parallel import (
     ColumnLinear,
     Matrices,
@@ -288,12 +289,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
             return attend(q, k, v, mask, Group())
-        q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
-        kv_ranks = self.mesh.kv
-        if self.recompute and torch.is_grad_enabled():
-            mixed = recompute(attend, q, k, v, mask, kv_ranks)
-        else:
-            mixed = attend(q, k, v, mask, kv_ranks)
+        mixed = attend_own_heads(q, k, v, mask, self.mesh, self.recompute)
         return to_tokens(mixed, self.mesh.heads)
 
 
@@ -357,6 +353,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> 
         grouped = q.shape[1] != k.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def attend_own_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, mesh: Mesh, runs_again: bool
+) -> Tensor:
+    """Return `attend` of a rank's heads, for all tokens with which it has them: (s', b, a' d).
+
+    q: (s, b, a, d). k, v: (s, b, g, d). With --cp over heads: s' = n s and a' = a / n for the n
+    ranks of mesh.heads. runs_again: whether the backward pass computes it again.
+    """
+    q, k, v = to_heads(q, k, v, mesh.heads)  # with --cp: fewer heads, more tokens
+    if runs_again and torch.is_grad_enabled():
+        return recompute(attend, q, k, v, mask, mesh.kv)
+    return attend(q, k, v, mask, mesh.kv)
 
 
 def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,24 +1,24 @@
-"""Is my change right in every layout? Runs a small copy of a run in many layouts, beside one rank.
+"""Is my change right in every layout? Compares a small run in many layouts with one rank.
 
     python check.py                                    after a change of the code: a GPT-2
     python check.py --config RUN.toml                  the code that this run uses
-    python check.py --model llama3-8b --optimizer muon --layout "tp 2 dp 2 zero 2"
+    python check.py --model llama-3-8b --optimizer muon --layout "tp 2 dp 2 zero 2"
 
 All of train.py's options are taken, and these:
 
-    --layouts N       so many layouts; default: as many as cover every pair of axes and options
+    --layouts N       this many layouts; default: as many as cover every pair of axes and options
     --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
-    --ranks N         ranks of a layout, at most; default: 4, from 8 cores on 8
-    --minutes M       begin no further layout after so many minutes
-    --all             do not stop early: else a difference ends the check when 6 layouts have run
-    --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
-                      of train.py's options it takes --seed alone, which draws others
+    --ranks N         most ranks of a layout; default: 4, or 8 if there are 8 cores
+    --minutes M       start no further layout after this many minutes
+    --all             run all layouts; else a difference ends the check when 6 layouts have run
+    --random N        check N random configurations, each in --layouts layouts (default: 2);
+                      the only option of train.py that goes with it is --seed, which draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
-    --cuda            on this machine's GPUs, in bf16 with its bounds; not tried on several GPUs
+    --cuda            on this machine's GPUs, in bf16 with its tolerances; not tried on several GPUs
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
-tensor of every step is compared with one rank's. At last a run is saved in one layout and goes on
+tensor of every step is compared with one rank's. Finally a run is saved in one layout and resumed
 in others. A difference is reported with the first tensor, in the order in which tensors are
 computed, the operations before it, and explanations that fit its values.
 

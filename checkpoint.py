@@ -86,7 +86,7 @@ def show(folder: str) -> str:
     lines = [
         f"{folder}: step {manifest['step']}, complete by size: {len(files)} files, "
         f"{gigabytes:.3f} GB",
-        f"checks that were passed before it was saved: {_checks(manifest)}",
+        f"checks passed before the save: {_checks(manifest)}",
     ]
     with Index(folder) as index:
         # A line for each group of numbers, such as the model's shape and the run's progress.
@@ -184,27 +184,35 @@ def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line: show, verify, merge, export and import."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):
+    for name, text in (
+        ("show", "the model, the step and the files"),
+        ("verify", "compare all checksums"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
-    command = commands.add_parser("merge", help="the weighted mean of checkpoints of one model")
+    command = commands.add_parser("merge", help="average the weights of several checkpoints")
     command.add_argument(
         "--weights",
         default="equal",
         metavar="RULE",
         help="equal (default), linear, 1-sqrt, ema:DECAY, or a number for each: A,B,C",
     )
-    command.add_argument("--ema", action="store_true", help="merge the averages that --ema kept")
+    command.add_argument(
+        "--ema", action="store_true", help="merge the EMA weights (train.py --ema)"
+    )
     command.add_argument(
         "sources", nargs="+", metavar="DIR", help="checkpoints, or runs' folders; the oldest first"
     )
     command.add_argument("target", metavar="OUT", help="a new folder")
-    command = commands.add_parser("export", help="weights for transformers")
+    command = commands.add_parser("export", help="write the model for transformers")
     command.add_argument("--to", choices=("hf",), required=True)
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
     command.add_argument("--family", choices=tuple(FAMILIES), help="default: the first that fits")
-    command.add_argument("--ema", action="store_true", help="the average that --ema kept")
-    command.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes")
+    command.add_argument(
+        "--ema", action="store_true", help="export the EMA weights (train.py --ema)"
+    )
+    text = "largest file, in GB (1e9 bytes; default: 5)"
+    command.add_argument("--shard-gb", type=float, default=5.0, help=text)
     command.add_argument(
         "--tokenizer",
         metavar="PATH",
@@ -212,9 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
     command.add_argument("target", metavar="OUT", help="a new folder")
-    command = commands.add_parser("import", help="weights from transformers")
+    command = commands.add_parser("import", help="read a model of transformers")
     command.add_argument("--from", dest="origin", choices=("hf",), required=True)
-    command.add_argument("source", metavar="DIR", help="with config.json and safetensors")
+    command.add_argument("source", metavar="DIR", help="folder with config.json and safetensors")
     command.add_argument("target", metavar="OUT", help="a new folder")
     return parser
 

@@ -195,4 +195,4 @@ class RunSamples:
             count = min(SAMPLE_TOKENS, self.length - len(prompt))
             ids = self.decoder.generate(prompt, count, self.choice, self.ends)
             text = f"{self.text.decode(prompt)!r} -> {self.text.decode(ids)!r}"
-            self.note(f" sample at iteration {iteration} | {text}")
+            self.note(f" sample at step {iteration} | {text}")

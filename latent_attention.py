@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import KeyValueCache, attend, rotate
+from attention import KeyValueCache, attend, attend_own_heads, rotate
 from attention_masks import Mask
 from config.schema import ModelShape
 from distributed.collectives import Group, spread_to_tp
-from distributed.context_parallel import to_heads, to_tokens
-from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, linear, recompute
+from distributed.context_parallel import to_tokens
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, linear
 
 # The epsilon of the latents' norms. It is fixed in DeepSeek's code and in transformers, whatever
 # the epsilon of the blocks' norms is.
@@ -153,12 +153,7 @@ class LatentAttention(nn.Module):
             return self.out(self._decode(q, latent, k_rope, rotary, cache))
         sizes = self.nope, self.rope, self.value
         q, k, v = self._heads_of(q, self.kv_b(latent), k_rope, rotary, sizes)
-        q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
-        kv_ranks = self.mesh.kv
-        if self.recompute and torch.is_grad_enabled():
-            mixed = recompute(attend, q, k, v, mask, kv_ranks)
-        else:
-            mixed = attend(q, k, v, mask, kv_ranks)
+        mixed = attend_own_heads(q, k, v, mask, self.mesh, self.recompute)
         if v.shape[-1] != self.value:  # without the columns of padding
             mixed = mixed.unflatten(-1, (-1, v.shape[-1]))[..., : self.value].flatten(2)
         return self.out(to_tokens(mixed, self.mesh.heads))

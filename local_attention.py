@@ -342,7 +342,7 @@ def kernel_of(model: ModelShape, blocks: Sequence[BlockAttention], factory: Para
     if takes_flex(model.head_size, factory.dtype, factory.device):
         kernel = "torch flex_attention"
     elif kinds["softcaps"] or kinds["sinks"]:
-        kernel = "products and softmax"
+        kernel = "matmuls and softmax"
     else:
         kernel = "torch scaled_dot_product_attention"
     spans = "" if kernel == "torch flex_attention" else f", {SPAN} queries at a time"

@@ -349,7 +349,7 @@ def parser(asked: str | None = None) -> ArgumentParser:
     """
     found = Parser(
         prog="plan.py",
-        description="What fits, how fast, and why not the others.",
+        description="Predicts which layouts fit, how fast they are, and why others cannot run.",
         epilog="`plan.py QUESTION --help` lists the flags that a question takes.",
         allow_abbrev=False,
     )
@@ -369,13 +369,15 @@ def parser(asked: str | None = None) -> ArgumentParser:
         if name == "compare":
             own.add_argument("sides", nargs=2, metavar="A|B", help="flags in quotes, or a run")
         flags.add(own, kind.flags)
-    own = command("calibrate", "refit the constants that a machine's own runs determine")
+    own = command("calibrate", "fit the planner's constants to your own runs on a machine")
     own.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs on this machine")
     own.add_argument("--gpu", help="machine whose constants are refitted", metavar="NAME")
-    own.add_argument("--write", help="write a machine for --gpu FILE", metavar="FILE.toml")
-    own = command("gap", "where a run's time went, and which flag would win it back")
+    own.add_argument(
+        "--write", help="write a machine file, for --gpu FILE.toml", metavar="FILE.toml"
+    )
+    own = command("gap", "where a run's time went, and which flags would make it faster")
     own.add_argument("run", metavar="RUN", help="folder of a run, ended or not")
-    own.add_argument("--gpu", help="machine to plan beside it, default: by its device")
+    own.add_argument("--gpu", help="machine to compare with, default: by the run's device")
     command("constants", "every fitted constant, its value and what it was fitted on")
     return found
 

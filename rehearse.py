@@ -1,20 +1,21 @@
 """Rehearses a run of any size without its cluster: the real trainer of every distinct rank, on fake
-GPUs. Will every collective meet? Will it fit?
+GPUs. Do all collectives match? Does it fit?
 
     python rehearse.py --gpus 384 --nodes 48 --gpu a100-80 --model bloom-176b --tp 4 --pp 12 ...
 
 All of train.py's options are taken, and these:
 
     --gpus N        ranks of the run, one for each GPU, default 1
-    --nodes N       on so many nodes, default: as few as the GPUs of a node allow
+    --nodes N       nodes of the run, default: as few as the GPUs of a node allow
     --gpu NAME      a machine as for plan.py, default a100-80
-    --calibration FILE  what was measured of --gpu, its memory too, as for plan.py
-    --routing even|one-rank  of tokens to experts: as many to each, or all that a group of --ep
-                    ranks has to its first rank, which then holds the most
+    --calibration FILE  measured rates and memory of that machine, as for plan.py
+    --routing even|one-rank  how an MoE model routes tokens: evenly over the experts, or all tokens
+                    of an ep group to its first rank, the worst case for memory
     --all-ranks     run every rank, not only those that may differ
-    --json FILE     write the answers as data too
+    --json FILE     also write the answers as JSON
 
-Exit status: 0 if all is well; 1 if operations do not meet, or memory does not suffice; 2 a mistake.
+Exit status: 0 if all is well; 1 if collectives or messages do not match, or memory is
+not enough; 2 a mistake.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Prints text by the model of a checkpoint, or its results on data sets or tasks, in any layout.
+"""Generates text with a trained model, or evaluates it on corpora or tasks, in any layout.
 
     python sample.py runs/demo --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
     mpirun -n 4 python sample.py runs/big/checkpoints/step_00001000 --tp 2 --pp 2 --prompt "The"
@@ -288,12 +288,13 @@ def run(task: Task, context: Context) -> Iterator[str]:
 
     Collective over all ranks; called by `main`.
     """
-    import data
-    import trainer
-    from checkpointing.load import load_weights
-    from decoding import Decoder, SamplingParams
-    from optim import precision
-    from scoring import Scorer
+    with errors.installed():
+        import data
+        import trainer
+        from checkpointing.load import load_weights
+        from decoding import Decoder, SamplingParams
+        from optim import precision
+        from scoring import Scorer
 
     precision.check(task.config, context)
     splits = data.build(task.config)
@@ -412,28 +413,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser.described(__doc__)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run's folder, or a checkpoint's")
-    add("--ema", action="store_true", default=False, help="the average of weights that --ema kept")
-    add("--prompt", action="append", default=None, metavar="TEXT", help="what is continued")
-    add("--chat", action="store_true", default=False, help="answer each line of the input")
-    text = f"new ones ({MAX_TOKENS}, --chat {MAX_ANSWER}; or fewer, as the model's texts are long)"
+    add("run", metavar="RUN", help="folder of a run or of a checkpoint")
+    add("--ema", action="store_true", default=False, help="use the EMA weights (train.py --ema)")
+    add("--prompt", action="append", default=None, metavar="TEXT", help="text to continue")
+    add("--chat", action="store_true", default=False, help="answer each line of stdin")
+    text = f"most new tokens (default: {MAX_TOKENS}, with --chat {MAX_ANSWER}; at most the "
+    text += "model's context)"
     add("--max-tokens", type=int, metavar="N", help=text)
-    add("--temperature", type=float, metavar="T", help="0: the most likely (0.8)")
-    add("--top-p", type=float, metavar="P", help="of this probability (0.95)")
-    add("--seed", type=int, metavar="N", help="of what is drawn (1234)")
+    add("--temperature", type=float, metavar="T", help="0: greedy (default: 0.8)")
+    add("--top-p", type=float, metavar="P", help="nucleus sampling (default: 0.95)")
+    add("--seed", type=int, metavar="N", help="seed of the sampling (default: 1234)")
     add("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder with one")
-    add("--chat-template", metavar="FILE", help="for --chat (that of the tokenizer)")
-    add("--system", metavar="TEXT", help="for --chat: the message before the first one")
-    text = "print the loss on these"
+    text = "Jinja template for --chat (default: the tokenizer's)"
+    add("--chat-template", metavar="FILE", help=text)
+    add("--system", metavar="TEXT", help="system message for --chat")
+    text = "print the loss on these corpora, on all samples or this many"
     add("--eval-data", nargs="+", default=None, metavar="NAME=PREFIX[:SAMPLES]", help=text)
-    text = "print the results of these multiple-choice tasks"
+    text = "print the accuracy on these multiple-choice tasks, on all rows or this many"
     add("--eval-tasks", nargs="+", default=None, metavar="[NAME=]FILE[:ROWS]", help=text)
     text = "write each row's log-likelihoods as JSON lines"
     add("--scores", default=None, metavar="FILE", help=text)
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (1)")
-    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (1)")
-    add("--precision", default="fp32", metavar="fp64|fp32|bf16|fp16", help="arithmetic (fp32)")
-    add("--device", default="auto", metavar="auto|cpu|cuda", help="of each rank (auto)")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (default: 1)")
+    precisions = "fp64|fp32|bf16|fp16"
+    add("--precision", default="fp32", metavar=precisions, help="arithmetic (default: fp32)")
+    text = "device of each rank (default: auto)"
+    add("--device", default="auto", metavar="auto|cpu|cuda", help=text)
     return parser.parse_args(arguments)
 
 

@@ -3,15 +3,8 @@
     python supervise.py -- mpirun -n 4 python train.py ... --out OUT --resume auto
     python supervise.py --spare-nodes 1 -- srun --mpi=pmi2 python train.py ... --resume auto
 
-    --spare-nodes N         nodes of the Slurm job that the ranks leave free, default 0
-    --restarts-per-hour N   at most, default 6
-
-With too few nodes left the job goes back to the queue; with --gpu the run first goes on with fewer:
-
-    --gpu NAME              the machine of plan.py that the ranks run on: the planner finds the best
-                            layout for what is left, and the rehearsal checks it
-    --calibration FILE      what was measured of it, as for plan.py
-    --max-slowdown X        how many times as long a step may take, default 1.5
+With too few nodes left the job goes back to the queue. With --gpu the run first continues on fewer
+nodes: the planner finds the best layout for what is left, and the rehearsal checks it.
 
 Every decision is a line of the log and of OUT/supervisor.jsonl, with the evidence. Exit status: 0
 finished; 75 queue the job again; that of the ranks otherwise, such as 2, a user's mistake.
@@ -42,12 +35,18 @@ def main(arguments: list[str]) -> int:
     arguments: the words of the command line: options, `--`, and the ranks' command.
     """
     end_of_options = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = Parser("supervise.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--spare-nodes", type=int, default=0, help="of the job, left free")
-    parser.add_argument("--restarts-per-hour", type=int, default=6, help="at most (default 6)")
-    parser.add_argument("--gpu", metavar="NAME", help="go on with fewer nodes: the planner's name")
-    parser.add_argument("--calibration", metavar="FILE", help="what was measured of --gpu")
-    parser.add_argument("--max-slowdown", type=float, metavar="X", help="of a step (default 1.5)")
+    parser = Parser.described(__doc__ or "")
+    parser.usage = "supervise.py [--OPTION VALUE ...] -- PROGRAM ..."
+    add = parser.add_argument
+    text = "nodes of the Slurm job to keep free as spares (default: 0)"
+    add("--spare-nodes", type=int, default=0, metavar="N", help=text)
+    text = "stop if there are more restarts in an hour (default: 6)"
+    add("--restarts-per-hour", type=int, default=6, metavar="N", help=text)
+    text = "continue on fewer nodes, too; the ranks' machine, as for plan.py"
+    add("--gpu", metavar="NAME", help=text)
+    add("--calibration", metavar="FILE", help="measured rates of --gpu, as for plan.py")
+    text = "how many times as long a step may take on fewer nodes (default: 1.5)"
+    add("--max-slowdown", type=float, metavar="X", help=text)
     options, unknown = parser.parse_known_args(arguments[:end_of_options])  # those before `--`
     if unknown and end_of_options == len(arguments):
         raise UserError(

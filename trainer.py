@@ -634,7 +634,7 @@ class Trainer:
         """
         rank, reason = self.exchange.agree(self.conditions.reason, first_given, "stop")
         where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
-        where += f", after iteration {self.done.iteration} of {self.last_step}"
+        where += f", after step {self.done.iteration} of {self.last_step}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
             raise UserError(f"stopped by {where}; its state could not be saved")
         self.conditions.saved()  # removes the file of --save-switch

@@ -72,16 +72,20 @@ def parser() -> argparse.ArgumentParser:
         help="measured rates, as benchmarks/network/allreduce.py writes",
     )
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
-        help="values of tp, pp, or another axis of the layout; model=A,B: models or shapes "
+        help="values to try of tp, pp, or another axis of the layout; model=A,B: models or shapes "
         "(blocks x hidden x heads x MLP) of one size")  # fmt: skip
-    add("--budget", metavar="N|Nm", help="stop after N trials or N minutes (default: when decided)")
+    add(
+        "--budget",
+        metavar="N|Nm",
+        help="stop after N trials, or Nm: N minutes (default: once decided)",
+    )
     add("--timed", type=int, default=3, help="timed steps of a trial, after 2 warm-up steps")
-    add("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one trial")
+    add("--time-limit", type=float, default=600.0, metavar="SECONDS", help="time limit of a trial")
     text = "measure a layout only if it may be faster by this many per cent (default 1)"
     add("--gain", type=float, help=text)
     add("--risk", type=float, metavar="P",
         default=risk.DEFAULT,
-        help="largest risk of running out of memory that is run (default 0.05)")  # fmt: skip
+        help="skip layouts with a larger risk of running out of memory (default 0.05)")  # fmt: skip
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
     return found
 

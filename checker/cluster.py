@@ -42,7 +42,7 @@ from checker.card import (
     verdict,
     write,
 )
-from config import command_line, validation
+from config import command_line, errors, validation
 from config.cli import Parser
 from config.errors import UserError, exit_with
 from config.paths import check_folder
@@ -75,7 +75,7 @@ KNOWN = {
     "--micro-batch-size 2",
 }
 STEPS_OF_KNOWN = 12
-MICRO_BATCHES = 8  # of a step of the known model, on each replica
+MICRO_BATCHES = {"cuda": 8, "cpu": 2}  # of a step of the known model, on each replica
 SECONDS_TO_FOLLOW = 20.0  # that ranks get to end by themselves when another one has failed
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -93,7 +93,10 @@ def main(arguments: list[str]) -> int:
             raise UserError("one rank is no cluster: start check.py --cluster with srun or mpirun")
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    from distributed.context import start
+    with errors.installed():
+        import torch  # noqa: F401
+
+        from distributed.context import start
 
     # The agents use no GPU, and leave the cores to the ranks of the parts.
     context = start(launch, Run(device="cpu", watchdog=False, bind_cores=False))
@@ -107,12 +110,12 @@ def _parse(arguments: list[str]) -> Namespace:
     """Return the options of check.py --cluster; raise UserError if one is wrong."""
     parser = Parser("check.py --cluster", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cluster", action="store_true", help="this check")
-    parser.add_argument("--out", default="runs/card", help="a folder that every node sees")
+    parser.add_argument("--out", default="runs/card", help="a folder on a shared file system")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--gpu", metavar="NAME", help="the planner's machine; default: by device")
-    parser.add_argument("--line-rate", type=float, metavar="GBIT", help="of a node, in Gbit/s")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for all parts, at most")
-    parser.add_argument("--parts", help=f"of {','.join(SHARES)}; default: all")
+    parser.add_argument("--line-rate", type=float, metavar="GBIT", help="a node's network, Gbit/s")
+    parser.add_argument("--minutes", type=float, default=20.0, help="time limit (default: 20)")
+    parser.add_argument("--parts", help=f"some of {','.join(SHARES)}; default: all")
     given = parser.parse_args(arguments)
     if not 0 < given.minutes < float("inf"):
         raise UserError(f"--minutes is a number above 0, not {given.minutes:g}")
@@ -139,7 +142,7 @@ def _parse(arguments: list[str]) -> Namespace:
 def known_model(device: str, replicas: int) -> list[str]:
     """Return the options of the model that others know, with a batch for so many replicas."""
     known = KNOWN[device].split()
-    samples = int(known[known.index("--micro-batch-size") + 1]) * MICRO_BATCHES * replicas
+    samples = int(known[known.index("--micro-batch-size") + 1]) * MICRO_BATCHES[device] * replicas
     return [*known, "--global-batch-size", str(samples)]
 
 

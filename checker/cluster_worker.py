@@ -14,21 +14,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from checker import layouts, shrink
-from checker.bandwidth import columns, line_rate, slow_links
-from checker.compare import Reference
-from checker.engine import Outcome, difference_of
-from checker.report import verdict, what
-from checker.runs import CheckedRun, Worker
-from checker.timed_collectives import Plan, RankGroups, check_sum, measure, pair_scan
-from config import command_line, validation
+from config import errors
 from config.errors import UserError, sentences
-from config.run_options import Run
-from config.schema import Config, Layout
-from distributed.context import Context, start
-from distributed.launch import Launch, discover
+
+with errors.installed():
+    import torch.distributed as dist
+
+    from checker import layouts, shrink
+    from checker.bandwidth import columns, line_rate, slow_links
+    from checker.compare import Reference
+    from checker.engine import Outcome, difference_of
+    from checker.report import verdict, what
+    from checker.runs import CheckedRun, Worker
+    from checker.timed_collectives import Plan, RankGroups, check_sum, measure, pair_scan
+    from config import command_line, validation
+    from config.run_options import Run
+    from config.schema import Config, Layout
+    from distributed.context import Context, start
+    from distributed.launch import Launch, discover
 
 LAYOUTS = 12
 PAIR_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
@@ -84,7 +87,7 @@ def small_run(folder: Path, device: str) -> Config:
     return dataclasses.replace(small, run=dataclasses.replace(small.run, device=device))
 
 
-def chosen(config: Config, ranks: int) -> list[Layout]:
+def choose(config: Config, ranks: int) -> list[Layout]:
     """Return LAYOUTS layouts of exactly so many ranks, which cover axes and options together.
 
     Layouts of fewer ranks get more replicas.
@@ -118,26 +121,27 @@ def row_of(outcome: Outcome, off: float) -> dict[str, Any]:
 
 
 def compare(launch: Launch, folder: Path, options: dict[str, Any]) -> None:
-    """Run the small run in each layout, and on rank 0 alone before: it has the expected run.
+    """Run the small run in each layout, and on rank 0 alone before, which also chooses them.
 
     The page gets a line a layout; the verdict on all of them, with tensor and operation, is the
     last that rank 0 prints.
     """
     config = small_run(folder, options["device"])
     plain = Run(device=options["device"], watchdog=False)
-    expected: list[Any] = [None, None]
+    expected: list[Any] = [None, None, None]
     if launch.rank == 0:
         alone = dataclasses.replace(config, layout=dataclasses.replace(config.layout, dp=1))
         one = Worker(looks_alone=False)(start(Launch("python"), plain), CheckedRun(alone))
         reference = Reference(one.pieces, one.aliases, config.training.precision)
-        expected = [dataclasses.replace(one, pieces=[]), reference]
+        chosen = choose(config, launch.size)
+        expected = [dataclasses.replace(one, pieces=[]), reference, chosen]
     context = start(launch, plain)
     with context.failing_loudly(), open(folder / "layouts.jsonl", "a") as file:
         dist.broadcast_object_list(expected)
-        one, reference = expected
+        one, reference, chosen = expected
         outcomes = []
         began = time.monotonic()
-        for number, layout in enumerate(chosen(config, context.size), 1):
+        for number, layout in enumerate(chosen, 1):
             job = CheckedRun(dataclasses.replace(config, layout=layout), number=number)
             answers: list[Any] = [None] * context.size
             dist.all_gather_object(answers, Worker(reference)(context, job))

@@ -3,6 +3,7 @@
 words = drawn("1/17")       options of train.py, the same for the same name
 """
 
+import dataclasses
 import random
 import tomllib
 from pathlib import Path
@@ -10,10 +11,25 @@ from typing import Any
 
 from config import command_line, validation
 from config.errors import UserError
+from config.examples import examples, needed
+from config.examples import options as declared
+from config.run_options import Data, Training
+from config.schema import ModelShape
 
-# For each option, how often it is given, and its values.
+# For each option, how often it is given, and its values; without values: one of its choices.
 Table = dict[str, list[Any]]
-TABLES: dict[str, Table] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+NOT_DRAWN = TABLES.pop("not drawn")["names"]
+# Options of the model, of training and of data that are in no table are new: they are drawn with
+# values that their declarations say.
+NAMED = {name.replace("-", "_") for table in TABLES.values() for name in table}
+NEW = [
+    field
+    for group in (ModelShape, Training, Data)
+    for field in dataclasses.fields(group)
+    if field.name not in NAMED and field.name not in NOT_DRAWN and examples(field)
+]
+OFTEN = 0.3  # how often a new one is given
 TRIES = 1000
 
 
@@ -51,6 +67,12 @@ def _words(chance: random.Random) -> list[str]:
                 chance, TABLES["keys of latent"]
             )
             options.pop("kv-heads", None)
+    for field in NEW:
+        if chance.random() < OFTEN:
+            for name, value in needed(field).items():
+                _of_kind(name, options, keys).setdefault(_as_given(name), value)
+            value = chance.choice(examples(field)[:2])
+            _of_kind(field.name, options, keys)[_as_given(field.name)] = value
     words = ["--steps", "1", "--global-batch-size", "12"]
     for option, value in options.items():
         if isinstance(value, bool):
@@ -61,8 +83,21 @@ def _words(chance: random.Random) -> list[str]:
     return words + ["--set", *texts] * bool(texts)
 
 
+def _of_kind(name: str, flags: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Return which of the two an option belongs to."""
+    return keys if declared()[name].metadata["file_only"] else flags
+
+
+def _as_given(name: str) -> str:
+    """Return an option's name as a flag or a key has it."""
+    return name if declared()[name].metadata["file_only"] else name.replace("_", "-")
+
+
 def _some(chance: random.Random, table: Table) -> dict[str, Any]:
     """Return some options of a table, each with one of its values."""
-    return {
-        n: chance.choice(values) for n, (often, *values) in table.items() if chance.random() < often
-    }
+    found = {}
+    for name, (often, *values) in table.items():
+        if chance.random() < often:
+            choices = declared()[name.replace("-", "_")].metadata["choices"]
+            found[name] = chance.choice(values or choices)
+    return found

@@ -19,14 +19,15 @@ from typing import Any
 
 from config import command_line, validation
 from config.errors import UserError
-from config.schema import Config, Layout
+from config.examples import examples
+from config.schema import SCHEDULES, Config, Layout
 
 AXES = ("tp", "pp", "cp", "dp")
 # Values of each option beside its plain one, which is first.
 VALUES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 3, 4),
     "zero": (1, 0, 2, 3),
-    "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
+    "schedule": ("1f1b", *(name for name in SCHEDULES if name not in ("1f1b", "auto"))),
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
     "recompute_layers": (None, 1),
@@ -36,6 +37,14 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reshard_after_forward": (True, False),
     "partition": ("balanced", "blocks"),
     "pad_vocab_multiple": (1, 4),
+}
+# Not varied: what follows from the others, and lists with a number for each stage.
+NOT_VARIED = ("virtual_stages", "schedule_costs", "recompute_blocks", *AXES)
+# An option that is new has the values that its declaration says.
+VALUES |= {
+    field.name: (field.default, *examples(field)[:2])
+    for field in dataclasses.fields(Layout)
+    if field.name not in (*VALUES, *NOT_VARIED)
 }
 POOL = 1500  # random layouts from which the cover is taken
 TRIES = 12  # for a pair that is in none of them

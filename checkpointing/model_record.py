@@ -372,7 +372,7 @@ def read(folder: str, with_files: bool = True) -> ModelRecord | None:
 def describe(record: ModelRecord) -> Iterable[str]:
     """Yield lines that say, for people, what a record holds."""
     ids = ", ".join(f"{name} {record.config.get(name)}" for name in families.TOKENS)
-    yield f"beyond the shape: context length {record.context_length}, {ids}"
+    yield f"model record: context length {record.context_length}, {ids}"
     if record.window is not None:
         yield f"sliding window: {record.window} tokens"
     template = "with a chat template" if chat_template(record.files) else "no chat template"

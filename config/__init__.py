@@ -2,6 +2,7 @@
 
 schema          the options of model and layout, `Config` with all options, the axes of the mesh
 run_options     the options of training, data and run
+examples        values of an option that its declaration allows, for tests and random runs
 command_line    flags and TOML to a `Config`, with what was given
 regular_files   opens a file that may be a stranger's: regular files only, of limited size
 families        config.json of transformers in and out (families.toml), shapes of runs

@@ -4,11 +4,11 @@
 
 A resumed run is the run that it was: what decides what is trained, and on which samples, is not
 given up because a command line leaves it out. What is given holds, and the log names the change.
-Every option is of one of four kinds:
+Every option is of one of four kinds, by its group and its declaration:
 
     the model             comes from the checkpoint; another shape is refused (load.py)
     `of_the_run`          training and data: from the checkpoint, unless given
-    OF_THE_START          options of the data that a start chooses anew: evaluations, the cache
+    `at_each_start`       such options that a start chooses anew: evaluations, the cache
     layout, run           of a start: where and how it executes, what it checks, saves and writes
 """
 
@@ -22,13 +22,6 @@ from config.run_options import LOSS_SCALE, Data, Training
 from config.schema import ModelShape
 from config.stages import StagePlan
 
-# Options of the data that do not say what is trained: what a start evaluates, and where it keeps
-# orders of samples.
-# The plan of --stages is taken over as it was read, and not its path.
-OF_THE_START = (
-    *("eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema"),
-    *("cache", "stages"),
-)
 # Other spellings of an option, which no finished configuration has.
 SPELLINGS = ("batch_tokens",)
 # Options of which one replaces the others: if one is given, the others are not taken over.
@@ -73,8 +66,9 @@ class Inherited:
 
 def of_the_run() -> list[str]:
     """Return the names of the options that belong to a run, and not to one start of it."""
-    names = [f.name for group in (Training, Data) for f in dataclasses.fields(group)]
-    return [name for name in names if name not in (*OF_THE_START, *SPELLINGS)]
+    fields = [field for group in (Training, Data) for field in dataclasses.fields(group)]
+    names = [field.name for field in fields if not field.metadata["at_each_start"]]
+    return [name for name in names if name not in SPELLINGS]
 
 
 def inherited(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Files and folders that a program will write: found to be writable before its work, and written.
 
 check_folder("--out", "runs/a")     UserError if it cannot be made; check_file for a file
-write_file(path, text)              UserError if the disk is full; None: no file
+write_file(path, contents)          UserError if the disk is full; None: no file
 """
 
 import contextlib
@@ -52,22 +52,23 @@ def check_folder(flag: str, path: str) -> None:
         raise UserError(f"{flag} {path}: cannot write in {folder}: {error.strerror}") from None
 
 
-def write_file(path: str | None, text: str) -> None:
-    """Write `text` into the file `path`; UserError if it cannot be written. None: do nothing.
+def write_file(path: str | None, contents: str | bytes) -> None:
+    """Write `contents` into the file `path`; UserError if it cannot be written. None: do nothing.
 
-    A file that is there stays as it was if the new text has no room.
+    A file that is there stays as it was if the new contents have no room.
     """
+    data = contents.encode() if isinstance(contents, str) else contents
     if path is None:
         return
     target = Path(os.path.realpath(path))
     try:
         # A pipe is no file, and /dev/stdout may be one that others write too.
         if path.startswith("/dev/") or (target.exists() and not target.is_file()):
-            Path(path).write_text(text)
+            Path(path).write_bytes(data)
             return
         draft = target.with_name(f".{target.name:.200}.{os.getpid()}.partial")
         try:
-            draft.write_text(text)
+            draft.write_bytes(data)
             if target.exists():
                 shutil.copymode(target, draft)
             os.replace(draft, target)

@@ -62,6 +62,8 @@ def option(
     item: type = str,
     needs: Needs | None = None,
     file_only: bool = False,
+    example: Any = None,
+    at_each_start: bool = False,
 ) -> Any:
     """Return a dataclass field that is also a command-line flag and a TOML key of the same name.
 
@@ -69,10 +71,12 @@ def option(
     2^63. minimum, maximum: limits that are allowed themselves; above, below: limits that are not.
     nargs: number of values of an option that is a tuple, as in argparse; item: their type. needs:
     what the option has no effect without. file_only: a key of run files, presets and run.json that
-    has no flag; --set KEY=VALUE gives it too.
+    has no flag; --set KEY=VALUE gives it too. example: a value with which tests and `check.py
+    --random` try the option, where choices and limits do not say one (examples.py). at_each_start:
+    an option of training or data that a resume does not take from the checkpoint.
     """
     facts = {"help": help, "choices": choices, "nargs": nargs, "item": item, "needs": needs}
-    facts["file_only"] = file_only
+    facts |= {"file_only": file_only, "example": example, "at_each_start": at_each_start}
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return field(default=default, metadata=facts | limits)
 
@@ -214,13 +218,13 @@ class Training:
     )
     muon_dtype: str = option(
         "master",
-        "type of Muon's Newton-Schulz iteration: that of the master weights, or bf16",
+        "dtype of Muon's Newton-Schulz iteration: the master weights' dtype, or bf16",
         choices=("master", "bf16"),
         needs=IS_MUON,
     )
     muon_adamw_lr: float = option(
         None,
-        "peak learning rate of what Muon leaves to AdamW: embedding, head, norms, biases, routers; "
+        "peak learning rate of what AdamW updates: embedding, head, norms, biases, routers; "
         "default: --lr",
         minimum=0.0,
         needs=IS_MUON,
@@ -267,11 +271,13 @@ class Data:
         ("synthetic",),
         "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic",
         nargs="+",
+        example=("a",),
     )
     stages: str = option(
         None,
-        "TOML file of [[stage]] tables: from so many tokens on, other corpora, sequence length, "
-        "batch size or schedule of the rate; see docs/data.md",
+        "TOML file of [[stage]] tables, which change corpora, sequence length, batch size or "
+        "learning rate schedule at given numbers of tokens; see docs/data.md",
+        at_each_start=True,  # what was read from it is taken over, and not its path
     )
     split: str = option(
         "95,5,0",
@@ -283,23 +289,32 @@ class Data:
         "steps between evaluations, 0: only when training ends",
         minimum=0,
         needs=Needs(("eval_samples", "eval_data", "eval_tasks"), reason="nothing is evaluated"),
+        at_each_start=True,
     )
-    eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+    eval_samples: int = option(
+        0,
+        "validation samples per evaluation, 0: no evaluation",
+        minimum=0,
+        at_each_start=True,
+    )
     eval_data: tuple = option(
         None,
-        "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or so many",
+        "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or this many",
         nargs="+",
+        at_each_start=True,
     )
     eval_tasks: tuple = option(
         None,
         "[NAME=]FILE[:ROWS] ..., evaluate the multiple-choice tasks in these files too, on all "
-        "rows or so many",
+        "rows or this many",
         nargs="+",
+        at_each_start=True,
     )
     eval_ema: bool = option(
         False,
         "evaluate the average of --ema too, as NAME_ema",
         needs=Needs(("ema",), reason="there is no average"),
+        at_each_start=True,
     )
     order: str = option(
         "megatron",
@@ -309,9 +324,10 @@ class Data:
     )
     cache: str = option(
         None,
-        "folder of this node in which trine-UID holds orders of samples (default: TMPDIR or /tmp); "
+        "node-local folder that caches sample orders, in trine-UID (default: TMPDIR or /tmp); "
         "none: each rank builds its own",
         needs=Needs(("data", "eval_data")),
+        at_each_start=True,
     )
     skip_samples: tuple = option(
         None,
@@ -491,19 +507,19 @@ class Run:
     )
     spike_sigma: float = option(
         6.0,
-        "record in spikes.jsonl a loss or gradient norm so many sigma above recent steps; 0: never",
+        "record in spikes.jsonl a loss or gradient norm this many sigma above recent steps; 0: off",
         minimum=0.0,
     )
     on_spike: str = option(
         None,
-        "record: write more about a spike; skip: also update no weight by it; rollback: go back to "
-        "the newest checkpoint, and skip the batches since then",
+        "record: write more about a spike; skip: also skip the update; rollback: go back to the "
+        "newest checkpoint, and skip the batches since then",
         choices=("record", "skip", "rollback"),
         needs=Needs(("spike_sigma",), above=0, reason="now no step is a spike"),
     )
     spike_limit: int = option(
         4,
-        "spikes after which a run skips or goes back",
+        "skips or rollbacks of a run; the next spike ends it",
         minimum=0,
         needs=Needs(("on_spike",), ("skip", "rollback")),
     )
@@ -520,7 +536,7 @@ class Run:
         False, "checkpoints without optimizer state, 4 bytes a weight", needs=SAVES
     )
     async_save: bool = option(True, "write checkpoints while training continues", needs=SAVES)
-    keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0, needs=SAVES)
+    keep_last: int = option(0, "newest checkpoints to keep, 0: all", minimum=0, needs=SAVES)
     keep_every: int = option(
         0,
         "with --keep-last, also keep multiples of this step",
@@ -529,39 +545,43 @@ class Run:
     )
     after_save: str = option(
         None,
-        "shell command to run for each complete checkpoint, $TRINE_CHECKPOINT, beside the training",
+        "shell command to run in the background for each complete checkpoint, $TRINE_CHECKPOINT",
         needs=SAVES,
     )
-    resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
+    resume: str = option(
+        None,
+        "auto: the newest checkpoint of --out, if any; or the folder of one",
+        example="auto",
+    )
     branch_from: str = option(
         None,
-        "begin another run in --out with the state of this checkpoint, or go on with that run",
+        "start another run in --out from this checkpoint, or continue that run",
     )
     decay_tokens: int = option(
         None,
-        "train the branch for so many tokens, in which the learning rate falls to --min-lr",
+        "train the branch for this many tokens, while the learning rate decays to --min-lr",
         minimum=1,
         needs=Needs(("branch_from",), reason="it is a branch that decays"),
     )
     load_weights_only: bool = option(
         False,
-        "take only the weights from --resume, begin at step 0",
+        "take only the weights from --resume, start at step 0",
         needs=Needs(("resume",), reason="it says which weights"),
     )
     preflight: bool = option(None, "test every node before step 1, default: if there are several")
     exit_after_minutes: float = option(
         0.0,
-        "save and stop with status 75 before so many minutes, 0: no limit",
+        "save and stop with status 75 within this many minutes, 0: no limit",
         minimum=0.0,
     )
     stop_at_samples: int = option(
         0,
-        "save and stop with status 75 after so many samples, 0: no limit",
+        "save and stop with status 75 after this many samples, 0: no limit",
         minimum=0,
     )
     begin_at_samples: int = option(
         0,
-        "resume after so many samples at least: batches before them need not divide",
+        "least samples in the resumed checkpoint; earlier batches need not suit the layout",
         minimum=0,
         needs=Needs(("resume",), reason="a new run begins with 0"),
     )
@@ -604,7 +624,7 @@ class Run:
     )
     trace_numerics: tuple = option(
         (),
-        "write sketches of all tensors of these steps to OUT/numerics, for runs.py diff",
+        "write sums of all tensors in these steps to OUT/numerics, for runs.py diff",
         nargs="+",
         item=int,
     )

@@ -145,13 +145,13 @@ class ModelShape:
     )
     rotary_blocks: str = option(
         "all",
-        "blocks with rotary positions: all, N:M (N with, then M without), or a list 1,1,0,...",
+        "blocks with RoPE: all, N:M (N with, then M without), or a list 1,1,0,...",
         needs=ROTARY,
         file_only=True,
     )
     window: int = option(
         0,
-        "tokens that a token sees in a block with a window, itself and those before; 0: all",
+        "sliding window, in tokens, the token itself included; 0: none",
         minimum=0,
         file_only=True,
     )
@@ -163,29 +163,29 @@ class ModelShape:
     )
     window_rotary_base: float = option(
         None,
-        "rotary base of the blocks with a window, default: rotary_base",
+        "RoPE base of the blocks with a window, default: rotary_base",
         above=0.0,
         needs=Needs(("window",), above=0, is_key=True),
         file_only=True,
     )
     window_rotary_scaling: str = option(
         None,
-        "rotary scaling of the blocks with a window, default: rotary_scaling",
+        "RoPE scaling of the blocks with a window, default: rotary_scaling",
         needs=Needs(("window",), above=0, is_key=True),
         file_only=True,
     )
     sinks: bool = option(
-        False, "a learned logit of each head in attention's softmax (sink)", file_only=True
+        False, "attention sinks: a learned logit of each head in the softmax", file_only=True
     )
     attention_softcap: float = option(
         0.0,
-        "limit of attention's scores x: limit tanh(x / limit); 0: none",
+        "soft cap c of attention scores x: c tanh(x / c); 0: none",
         minimum=0.0,
         file_only=True,
     )
     logit_softcap: float = option(
         0.0,
-        "limit of the logits x: limit tanh(x / limit); 0: none",
+        "soft cap c of the output logits x: c tanh(x / c); 0: none",
         minimum=0.0,
         file_only=True,
     )
@@ -274,13 +274,13 @@ class ModelShape:
     )
     qk_nope_head_dim: int = option(
         0,
-        "columns of a head's query and key that no position turns, with kv_lora_rank",
+        "columns of a head's query and key without RoPE, with kv_lora_rank",
         minimum=0,
         file_only=True,
     )
     qk_rope_head_dim: int = option(
         0,
-        "columns of a head's query, and of the key that all heads share, that positions turn",
+        "columns of a head's query, and of the key that all heads share, with RoPE",
         minimum=0,
         file_only=True,
     )
@@ -484,8 +484,8 @@ class Layout:
     )
     schedule_costs: str = option(
         "planned",
-        "what --schedule auto simulates with: planned seconds, measured when the run starts, or "
-        "six numbers of microseconds: F, B, W of a block and of the head",
+        "costs of passes for --schedule auto: planned, measured when the run starts, or six "
+        "numbers in microseconds: F, B, W of a block and of the head",
     )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2

@@ -344,5 +344,5 @@ def preset(name: str) -> ModelShape:
 
 def listed() -> str:
     """Return the help text of --model, with the names of all presets."""
-    text = f"start from a named shape: {', '.join(PRESETS)}, or a repository's name for one"
-    return text + ", or that of a config.json of transformers, a run's folder, a checkpoint"
+    text = f"start from a named shape: {', '.join(PRESETS)}, or its name on Hugging Face"
+    return text + "; or a config.json of transformers, a run's folder, or a checkpoint"

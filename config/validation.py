@@ -664,7 +664,7 @@ def _check_audits(config: Config) -> None:
     if layout.zero == 3:
         raise UserError(f"{given} needs whole replicas of the weights: --zero 0, 1 or 2, not 3")
     if config.run.compile:
-        raise UserError(f"{given} takes no --compile: it examines each product that torch starts")
+        raise UserError(f"{given} takes no --compile: it examines each matmul that torch starts")
     if config.run.routing_file:
         raise UserError(f"{given} takes no --record-routing and no --pin-routing")
     ep = layout.ep or 1
@@ -710,7 +710,7 @@ def unused_rotary(config: Config) -> list[str]:
 
 def _groups(config: Config) -> tuple[Any, ...]:
     """Return the groups of options that may need others."""
-    return config.model, config.training, config.data, config.run
+    return config.model, config.layout, config.training, config.data, config.run
 
 
 def _changed(config: Config) -> Iterator[tuple[dataclasses.Field, Any]]:

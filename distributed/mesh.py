@@ -25,7 +25,7 @@ from config import dispatch
 from config.schema import AXES, Config, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.context import Context
-from distributed.placement import ranks_of_nodes
+from distributed.placement import nodes_sent_once
 from schedules.partition import placement
 from watchdog.flight_recorder import FlightRecorder
 
@@ -162,13 +162,9 @@ class Mesh:
         """
         if self._context is None or len(rows[0]) == 1:
             return {}
-        found = {}
         nodes = self._context.nodes
-        for row in rows:
-            of_nodes = ranks_of_nodes(row, nodes)
-            if len(of_nodes) > 1 and sends_once(len(of_nodes)):
-                found[row] = of_nodes
-        return found
+        of_nodes = {row: nodes_sent_once(row, nodes, sends_once) for row in rows}
+        return {row: ranks for row, ranks in of_nodes.items() if ranks}
 
     def _make_groups_of_pipelines(self, channels: bool, tied: bool) -> None:
         """Make the groups of ranks that send each other messages; the arguments are Mesh's.

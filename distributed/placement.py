@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def ranks_of_nodes(ranks: Sequence[int], nodes: Sequence[str]) -> list[tuple[int
     rows = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
     is_even = len(rows) == len(set(of_group))
     return rows if is_even and all(len({nodes[r] for r in row}) == 1 for row in rows) else []
+
+
+def nodes_sent_once(
+    ranks: Sequence[int], nodes: Sequence[str], sends_once: Callable[[int], bool]
+) -> list[tuple[int, ...]]:
+    """Return a group's ranks on each node if a token is sent once to each node, else [].
+
+    ranks: a group of experts. nodes: as for `ranks_of_nodes`. sends_once: whether a group that is
+    placed evenly on so many nodes sends one copy (config/dispatch.py).
+    """
+    rows = ranks_of_nodes(ranks, nodes)
+    return rows if len(rows) > 1 and sends_once(len(rows)) else []
 
 
 # ---- Cores ---------------------------------------------------------------------------------------
@@ -216,10 +229,11 @@ def _uneven_experts(places: list[Place], layout: Layout, model: ModelShape) -> l
     """
     ep = layout.ep or 1
     nodes = [place.node for place in places]
+    sends_once = partial(dispatch.sends_once, model)
     for first in range(0, len(places), ep):
         ranks = range(first, first + ep)
         used = sorted({nodes[rank] for rank in ranks})
-        if not ranks_of_nodes(ranks, nodes) and dispatch.sends_once(model, len(used)):
+        if sends_once(len(used)) and not nodes_sent_once(ranks, nodes, sends_once):
             return [
                 f"experts are divided over ranks {first} to {first + ep - 1}, which are on nodes "
                 f"{', '.join(used)}, but not equally many on each, one node after the other: a "

@@ -87,14 +87,14 @@ def _header(run: Rehearsal) -> str:
 def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
     """Return the answer whether all operations meet; stuck: the sentences on mismatches."""
     if stuck:
-        return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in stuck)
+        return "Do all collectives match? No.\n" + "\n".join(f"  {line}" for line in stuck)
     total = 0
     for record in run.records:
         # Operations have numbers from 1, stops of the host have 0: so only operations are counted.
         total += sum(event.number > 0 and event.kind != "wait" for event in record.events)
     ran = len(run.records)
     not_run = len(run.world.traces) - ran
-    text = f"Will every collective meet? Yes: {total:,} operations of the {ran} ranks that were run"
+    text = f"Do all collectives match? Yes: {total:,} operations of the {ran} ranks that were run"
     if not not_run:
         return f"{text}, which are all; no deadlock."
     return f"{text}, no deadlock if the other {not_run} do as these (--all-ranks runs them)."

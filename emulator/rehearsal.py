@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -47,12 +48,12 @@ import trainer
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from checkpointing.writer import Writer
-from config.dispatch import sends_once
+from config import dispatch
 from config.schema import Config, coordinates
 from decoding import Decoder, SamplingParams
 from distributed import preflight
 from distributed.parent_death import end_with_parent
-from distributed.placement import allowed_cores, ranks_of_nodes
+from distributed.placement import allowed_cores, nodes_sent_once
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import RunTraces
 from emulator.meter import Meter, Peak
@@ -145,11 +146,11 @@ def _similar_ranks(
     per_node = len(all_positions) // nodes
     node_of = [str(rank // per_node) for rank in range(len(all_positions))]
     ep = config.layout.ep or 1
+    sends_once = partial(dispatch.sends_once, config.model)
     groups: dict[tuple[int, int, bool], list[int]] = {}
     for rank, (stage, _, context, _) in enumerate(all_positions):
         first = rank // ep * ep
-        of_nodes = ranks_of_nodes(range(first, first + ep), node_of) if ep > 1 else []
-        once = len(of_nodes) > 1 and sends_once(config.model, len(of_nodes))
+        once = bool(nodes_sent_once(range(first, first + ep), node_of, sends_once))
         groups.setdefault((stage, context // heads, once), []).append(rank)
     return list(groups.values())
 

@@ -111,7 +111,7 @@ def compare(first: Question, second: Question, names: Sequence[str]) -> Answer:
         lines.append(f"most of the difference: {most}, {differences[most]:+.2f} s a step")
     accepted = first.options.risk
     risks = " and ".join(f"{facts['risk']:.1%}" for facts in sides.values())
-    lines.append(f"risk of running out of memory: {risks}; accepted are {accepted:.0%} (--risk)")
+    lines.append(f"risk of running out of memory: {risks}; accepted: {accepted:.0%} (--risk)")
     for letter, facts in sides.items():
         if not facts["fits"]:
             lines.append(f"{letter} runs out of memory")

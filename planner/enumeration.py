@@ -301,7 +301,7 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
         is_first = cp == context_sizes[0]
         if tp > node and "tp" not in asked.fixed:
             if is_first:
-                reason = f"tp({tp}) would leave the node of {node} GPUs; --tp {tp} tries it"
+                reason = f"tp({tp}) spans several nodes of {node} GPUs; --tp {tp} tries it"
                 yield Rejected({"tp": tp}, reason)
             continue
         # If tp does not divide the GPUs, a single pp suffices to get train.py's error.

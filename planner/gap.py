@@ -480,7 +480,7 @@ def _table(data: dict[str, Any]) -> str:
     """
     total, machine = data["seconds"], data["machine"]
     text = [f"{data['run']}: {total:.4f} s a step, the mean of {data['steps']} measured steps"]
-    text.append(f"{'':12}{'s/step':>9}{'share':>8}{'planned':>9}   would win")
+    text.append(f"{'':12}{'s/step':>9}{'share':>8}{'planned':>9}   would save")
     step = {"cause": "step", "measured": total, "flags": "", "where": f"planned on {machine}"}
     step["planned"] = sum(line["planned"] or 0.0 for line in data["lines"])
     for line in [*data["lines"], step]:

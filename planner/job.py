@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -113,18 +113,17 @@ class Job(NamedTuple):
         nodes = np.where(np.equal(ep % node, 0), ep // node, 1)
         if not self.machine.software.one_copy_to_a_node:
             return np.ones_like(nodes)
-        counts, places = np.unique(nodes, return_inverse=True)
-        taken = [count if dispatch.sends_once(self.model, int(count)) else 1 for count in counts]
-        return np.array(taken)[places].reshape(nodes.shape)
+
+        def taken(count: int) -> int:
+            return count if dispatch.sends_once(self.model, count) else 1
+
+        return for_each_count(nodes, taken)
 
     @property
     def copies_of_token(self) -> Column:
         """The expected number of nodes with any of a token's experts, where each gets one copy."""
-        nodes = self.nodes_with_one_copy
-        top_k = dispatch.top_k_of(self.model)
-        counts, places = np.unique(nodes, return_inverse=True)
-        expected = [dispatch.nodes_of_token(top_k, int(count)) for count in counts]
-        return np.array(expected)[places].reshape(nodes.shape)
+        expected = partial(dispatch.nodes_of_token, dispatch.top_k_of(self.model))
+        return for_each_count(self.nodes_with_one_copy, expected)
 
     @property
     def layout_with_ep(self) -> Layout:
@@ -300,6 +299,12 @@ class Job(NamedTuple):
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+
+def for_each_count(counts: Column, value: Callable[[int], float]) -> Column:
+    """Return `value` of each number in a column of few different ones: each is asked for once."""
+    different, places = np.unique(counts, return_inverse=True)
+    return np.array([value(int(count)) for count in different])[places].reshape(np.shape(counts))
 
 
 def term(

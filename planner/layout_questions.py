@@ -41,7 +41,7 @@ def stages(question: Question) -> Answer:
         line = f"{row_of:5} {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
         lines.append(line + "  <- fullest" * (stage.stage == fullest))
     probability = risk.out_of_memory(job.machine, table[fullest].total)
-    accepted = f"accepted are {question.options.risk:.0%} (--risk)"
+    accepted = f"accepted: {question.options.risk:.0%} (--risk)"
     lines.append(f"risk of running out of memory: {probability:.1%}; {accepted}")
     loads = expert_loads(question, job)
     lines += _lines_of_loads(loads, question)

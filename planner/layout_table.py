@@ -37,8 +37,8 @@ TEXTS = ("recompute", "schedule", "ramp-up")  # columns that are aligned to the 
 LEFT_OUT = {"cp": "1", "ep": "1", "s/slow": "-", "ramp-up": "-"}
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 NETWORK = (
-    "note: s/step is at the rate of the network's datasheet; s/slow, by which lines are ranked, "
-    "and 90 % are at a quarter of it: --network GB/s gives yours, the busbw of all ranks by "
+    "note: s/step assumes the network bandwidth of the datasheet; s/slow, which ranks the lines, "
+    "and 90 % assume a quarter of it; give yours as --network GB/s: the busbw of all ranks by "
     "scripts/bench_allreduce.sh"
 )
 UNMEASURED = (
@@ -167,12 +167,12 @@ def _at_one_adapter(
     best = min(lines[: question.options.top], key=likely)
     best = min(lines[0], best, key=seconds)
     rate = f"{ONE_ADAPTER / BILLION:g} GB/s"
-    text = f"at {rate} out of a node, one adapter of 200 Gb/s: "
+    text = f"with {rate} per node (one 200 Gb/s adapter): "
     if best is lines[0]:
         text += f"the first line is still the fastest of these, {seconds(best):.2f} s"
     else:
         text += f"{_words(best.layout, question)}, {seconds(best):.2f} s, where the first takes "
-        text += f"{seconds(lines[0]):.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks so"
+        text += f"{seconds(lines[0]):.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks by it"
     return {"seconds": seconds(best), "flags": _flags(best.layout, question)}, text
 
 
@@ -270,7 +270,7 @@ def _given_up(recommended: layouts.Ranked, first: layouts.Ranked, question: Ques
         slow = f" ({beside(prediction.compared / first.prediction.compared)} on the slow network)"
     return (
         f"{_words(recommended.layout, question)}: {prediction.seconds:.2f} s, {slower} than the "
-        f"first{slow}, but of a kind that was measured: the plan does not tell them apart"
+        f"first{slow}: within the prediction's error, and runs of this kind were measured"
     )
 
 

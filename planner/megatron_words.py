@@ -14,6 +14,7 @@ SAYS.
 import dataclasses
 import itertools
 
+from config.run_options import as_typed
 from config.schema import Config, Layout, ModelShape, Training
 from planner.expert_engines import ExpertEngine
 from planner.partition_costs import part_costs
@@ -25,6 +26,20 @@ STEPS = 1000  # --train-iters if the user gave no length
 # Positions of Llama 3.1's scaling in --use-rope-scaling: low and high factor, old context.
 LLAMA3 = ["1", "4", "8192"]
 
+# The options of the model whose words are below, or which `_lacks` refuses. Another one is refused
+# where it is not at its default, so that no new option of the model is lost on the way.
+MODEL = {
+    *("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_length", "max_positions"),
+    *("vocab_size", "positions", "norm", "norm_plus_one", "activation", "swiglu_alpha"),
+    *("swiglu_limit", "bias", "embedding_norm", "embedding_scaled", "tied", "norm_eps"),
+    *("rotary_base", "rotary_fraction", "rotary_scaling", "rotary_blocks", "window"),
+    *("window_blocks", "window_rotary_base", "window_rotary_scaling", "sinks"),
+    *("attention_softcap", "logit_softcap", "query_scalar", "head_size", "qkv_bias", "qk_norm"),
+    *("block", "experts", "experts_per_token", "expert_ffn_hidden", "first_dense_layers"),
+    *("expert_interval", "router", "router_normalised", "router_scale", "router_groups"),
+    *("router_bias", "router_groups_per_token", "shared_ffn_hidden", "shared_gate"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+}
 SAYS = frozenset(field.name for field in dataclasses.fields(ModelShape)) | {
     *("tp", "pp", "cp", "dp", "ep", "sequence_parallel", "schedule", "virtual_stages", "partition"),
     *("micro_batch_size", "recompute", "recompute_layers", "zero", "pad_vocab_multiple"),
@@ -82,6 +97,11 @@ def _lacks(model: ModelShape) -> str:
         "norm_plus_one with LayerNorm": model.norm_plus_one and model.norm != "rmsnorm",
         "embedding_scaled": model.embedding_scaled,
     }
+    derived = model.derived()
+    for field in dataclasses.fields(model):
+        value, default = getattr(model, field.name), derived.get(field.name, field.default)
+        if field.name not in MODEL and value != default:
+            lacks[f"{as_typed(field)} {value} by this command"] = True
     return next((what for what, is_lacking in lacks.items() if is_lacking), "")
 
 

@@ -46,6 +46,7 @@ PLACES_OF_COPY, PLACES_OF_TOKEN = 3 * 8, 8
 
 # With these schedules `in_flight` (micro-batches in flight on a rank) is exact, else a lower bound.
 EXACT = ("1f1b", "gpipe", "zb-h1")
+BOUNDED = (*EXACT, "interleaved", "zb-v")  # of these it is at most what the schedule holds
 
 
 class Parts(NamedTuple):
@@ -485,7 +486,9 @@ def in_flight(job: Job, rank: Column) -> Column:
     flying = np.where(np.equal(name, "gpipe"), count, flying)
     # Every zero-bubble rank holds as many micro-batches as the first rank of 1F1B.
     flying = np.where(layout.splits_backward, np.minimum(layout.pp, count), flying)
-    return np.where(np.equal(name, "interleaved"), interleaved, flying)
+    flying = np.where(np.equal(name, "interleaved"), interleaved, flying)
+    # Any schedule holds a micro-batch between its forward and its backward pass.
+    return np.where(np.isin(name, BOUNDED), flying, 1)
 
 
 # ---- Temporary memory of a backward pass ---------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from config import errors
-from config.errors import UserError
+from config.paths import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,10 +86,9 @@ def write(
         axes.plot(*_columns(groups[last]), "o-", color=COLORS[last], label=last)
         axes.set(xlabel=x_title, ylabel=y_title, title=title)
         axes.legend()
-        try:
-            figure.savefig(path, format="svg", metadata={"Date": None})
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    write_file(path, file.getvalue())
 
 
 def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:

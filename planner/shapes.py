@@ -285,14 +285,15 @@ def _reasons(
         found.append(f"head size {model.head_size}, kernels are tuned for 64 and 128")
     if share > LOSS and waves.filled < 1 - LOSS:
         tiles = f"{waves.number} waves of {waves.rows} x {waves.columns} tiles"
-        found.append(f"{product} product: {tiles}, {waves.filled:.0%} full")
+        found.append(f"{product} GEMM: {tiles}, {waves.filled:.0%} full")
     parts = model.layers / layout.stages
     if layout.pp > 1 and model.layers % layout.stages:
         found.append(f"{model.layers} blocks over {layout.stages} stages: {parts:.1f} each")
     if layout.recompute != "none":
         number = layout.recompute_layers
-        found.append(f"recomputes {'all' if number is None else number} blocks of a stage")
-    return found or ["products and heads fill the GPU"]
+        blocks = {None: "all blocks", 1: "1 block"}.get(number, f"{number} blocks")
+        found.append(f"recomputes {blocks} of a stage")
+    return found or ["GEMMs and heads fill the GPU"]
 
 
 HEADS = [

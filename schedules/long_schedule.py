@@ -24,6 +24,9 @@ from schedules.simulation import ends, ends_by_rounds, gpipe_end
 ROUNDS = 5
 SHORT_ROUNDS = {"1f1b": 4, "zb-h1": 4}
 ONE_STAGE = ("1f1b", "zb-h1")  # schedules of `ends_by_rounds`
+# Schedules whose further rounds take as long as those before. Others are simulated in full, which
+# is slower: gpipe, which does all F before all B, and any schedule that is not named here.
+REPEATING = ("1f1b", "zb-h1", "interleaved", "zb-v")
 LEAST = 24
 # The last simulated round empties the pipeline, and the first rounds fill it. The FULL_ROUNDS
 # before the last one give the time of a full round. They are two because zb-v repeats itself only
@@ -91,15 +94,15 @@ class LongSchedule:
 
         The micro-batches that fill no whole round stay, but not in zb-v, where they change the end
         no more than the rest does: so all numbers of micro-batches share one order, whose making
-        takes long. All rounds stay if some are unlike others. Rounds differ in gpipe, which does
-        all F before all B, and in an interleaved schedule with micro-batches that fill no whole
-        round, since its groups of micro-batches are unequal.
+        takes long. All rounds stay if some may be unlike others: in a schedule that is not in
+        REPEATING, and in an interleaved schedule with micro-batches that fill no whole round, since
+        its groups of micro-batches are unequal.
         """
         whole_rounds, left_over = divmod(self.micro_batches, self.ranks)
         fewest = SHORT_ROUNDS.get(self.name, ROUNDS)
         kept_rounds = max(fewest, LEAST // self.ranks)
         unequal_groups = self.name == "interleaved" and left_over > 0
-        rounds_differ = self.name == "gpipe" or unequal_groups
+        rounds_differ = self.name not in REPEATING or unequal_groups
         if rounds_differ or whole_rounds <= kept_rounds:
             return self.micro_batches
         return kept_rounds * self.ranks + (0 if self.name == "zb-v" else left_over)

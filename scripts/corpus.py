@@ -154,9 +154,9 @@ def main(arguments: list[str]) -> None:
     parser = Parser(description=text, epilog=usage, formatter_class=form, allow_abbrev=False)
     parser.add_argument("command", choices=("show", "verify", "merge", "split", "order"))
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX")
-    parser.add_argument("--out", metavar="PREFIX", help="of merge; split adds .0, .1, ...")
-    parser.add_argument("--seq-length", type=int, default=2048, help="of show (2048)")
-    parser.add_argument("--shares", default="95,5", help="of split, up to three (95,5)")
+    parser.add_argument("--out", metavar="PREFIX", help="output of merge; split adds .0, .1, ...")
+    parser.add_argument("--seq-length", type=int, default=2048, help="for show (default: 2048)")
+    parser.add_argument("--shares", default="95,5", help="for split, up to three (default: 95,5)")
     options = parser.parse_intermixed_args(arguments)
     if options.seq_length < 1:
         raise UserError(f"--seq-length({options.seq_length}) must be at least 1")

@@ -3,6 +3,7 @@
 Below the loss of a model with experts is the load of each block's busiest expert.
 """
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ with errors.installed():
     import numpy as np
 
     from config.cli import Parser
-    from config.paths import check_folder
+    from config.paths import check_folder, write_file
     from numerics.record import read_steps
 
 
@@ -60,7 +61,9 @@ def draw(folder: Path) -> Path:
     axes.grid(alpha=0.3)
     axes.legend()
     path = folder / "loss.png"
-    figure.savefig(path, dpi=150)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    write_file(str(path), file.getvalue())
     return path
 
 

@@ -179,7 +179,7 @@ class Fewer:
             return False, f"the rehearsal rejects {' '.join(found.flags)}: {finding}"
         if finding is None:
             return True, f"not rehearsed: {error}"
-        return True, "rehearsed: every operation of the ranks that were run meets, and it fits"
+        return True, "rehearsed: all operations of the ranks that were run match, and it fits"
 
     def _ranks(self, nodes: int) -> int:
         """Return the number of ranks on this number of nodes; 0 without a Slurm job."""

@@ -316,7 +316,7 @@ class Audit:
         if differing is not None:
             place, tied = differing
             # A place after the last name is padding: another rank has computed more products.
-            names = [*results.names, "the number of products"]
+            names = [*results.names, "the number of matmuls"]
             report = place, tied, names[min(place, len(results.names))]
         axes = self.config.layout.axes
         found = self.exchange.agree(report, lambda reports: named(reports, axes), "audit")
@@ -324,16 +324,16 @@ class Audit:
         nodes = self.log.context.nodes
         descriptions = [f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()]
         ranks = " and ".join(descriptions)
-        finding = f"the audit after iteration {iteration} found wrong bits on {ranks}"
+        finding = f"the audit after step {iteration} found wrong bits on {ranks}"
         if any(tied for _, tied, _ in found):
-            finding = f"in the audit after iteration {iteration} the results differ between {ranks}"
+            finding = f"in the audit after step {iteration} the results differ between {ranks}"
             finding += "; there is no majority, so nobody can say which is wrong"
         self.checkpoints.close()  # a running save ends before later checkpoints are moved away
         if self.rows is not None:
             self._note(iteration, len(results.names), finding)
             self.rows.finish()
             parent = checkpoints_folder(self.config)
-            why = f"the audit after iteration {iteration} found wrong results"
+            why = f"the audit after step {iteration} found wrong results"
             line = folders.set_aside(parent, self.checkpoints.writer.covered, why, wrong=True)
             self.log.note(line or "all checkpoints are covered by audits")
         # Wait for rank 0's files: the launcher ends all ranks when one rank ends.

@@ -101,8 +101,8 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     parts.append(f"{row['peak_memory_bytes'] / 1e9:.1f} GB")
     parts.append(f"{duration(seconds_left)} left")
     if "expert_loads" in row:
-        load = f"busiest expert {max(row['expert_loads']):.2f} of the mean"
-        parts.append(f"{load}, {row['largest_expert_share']:.0%} of a block's rows")
+        load = f"busiest expert {max(row['expert_loads']):.2f} x the mean load"
+        parts.append(f"{load}, {row['largest_expert_share']:.0%} of its layer's routed tokens")
     epochs = list(row.get("corpus_epochs", {}).values())
     if len(epochs) == 1:
         parts.append(f"epoch {epochs[0]:.3f}")
@@ -219,6 +219,9 @@ def at_start(
 def _of_layout(config: Config, facts: dict[str, Any]) -> str:
     """Return the line about ranks, layout and devices; facts: the result of Context.describe."""
     layout = config.layout
+    threads = f"{facts['threads_per_rank']} threads a rank"
+    if facts["threads_per_rank"] == 1:
+        threads = "1 thread a rank"
     ranks = f"{facts['ranks']} ranks"
     if facts["ranks"] == 1:
         ranks = "1 rank"
@@ -248,7 +251,7 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
         f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
         f"{axes} x dp {layout.dp}, zero {layout.zero}, "
         f"micro-batch {layout.micro_batch_size} x {micro_batches}, {options}; "
-        f"{facts['device']}, {facts['threads_per_rank']} threads a rank, "
+        f"{facts['device']}, {threads}, "
         f"collectives: {facts['backend']}, {config.training.precision}"
     )
 

@@ -453,10 +453,10 @@ def spike_line(row: dict[str, Any], loss: float) -> str:
     samples = f"samples {row['first_sample']} to {last_sample}"
     if row["of"] == "loss":
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
-        return f"loss spike at iteration {row['iteration']}: {loss:.4f}{usual}; {samples}"
+        return f"loss spike at step {row['iteration']}: {loss:.4f}{usual}; {samples}"
     # Mean and sigma are those of the norm's logarithm: exp() gives a norm and a factor.
-    text = f"spike of the gradient norm at iteration {row['iteration']}: {row['grad_norm']:.4g}"
-    usual = f" against {math.exp(mean):.4g} before, times or over {math.exp(sigma):.3g}"
+    text = f"spike of the gradient norm at step {row['iteration']}: {row['grad_norm']:.4g}"
+    usual = f" against {math.exp(mean):.4g} (x or / {math.exp(sigma):.3g}) before"
     return f"{text}{usual}; {samples}"
 
 

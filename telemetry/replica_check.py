@@ -73,7 +73,7 @@ def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -
         text += f" and {more} more"
     if differences and not any(difference.outvoted for difference in differences):
         text += "; there is no majority, so nobody can say which copy is wrong"
-    raise RuntimeError(f"after iteration {iteration} replicas are no longer equal: {text}")
+    raise RuntimeError(f"after step {iteration} replicas are no longer equal: {text}")
 
 
 def differing_replicas(

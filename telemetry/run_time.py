@@ -55,6 +55,6 @@ def estimate(config: Config, context: Context, samples_left: int, batch: int) ->
     return (
         f"estimated before the first step: {per_sample * batch:,.1f} s for a step of {batch} "
         f"samples, {duration(seconds)} for the run, on the CPUs of {ranks} "
-        f"({rate * context.size / 1e9:,.0f} GFLOP/s in products). A GPU, or a smaller --layers, "
+        f"({rate * context.size / 1e9:,.0f} GFLOP/s in GEMMs). A GPU, or a smaller --layers, "
         "--hidden, --global-batch-size or --steps, makes it shorter"
     )

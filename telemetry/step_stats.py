@@ -289,10 +289,10 @@ def table(config: Config, device: str, before: list[StepStats], after: list[Step
     statistics before the model was built, and after the last step.
     """
     peaks, second_column = per_stage(after, config.layout)
-    kind = "allocated"
+    kind = "allocated; reserved: by torch's allocator"
     second_name = "reserved"
     if device == "cpu":
-        kind = "resident"
+        kind = "resident; before: the model was built"
         second_name = "before"
         _, second_column = per_stage(before, config.layout)
     columns = {"measured": peaks, second_name: second_column}

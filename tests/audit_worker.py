@@ -15,14 +15,17 @@ import random
 import sys
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from config import errors
 
-import model
-import trainer
-from config import validation
-from config.command_line import parse
-from distributed.launch import discover
+with errors.installed():
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import model
+    import trainer
+    from config import validation
+    from config.command_line import parse
+    from distributed.launch import discover
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul")
 PRODUCTS += ("_scaled_dot_product_flash_attention_for_cpu",)

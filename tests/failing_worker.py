@@ -4,14 +4,17 @@ import sys
 import time
 from datetime import timedelta
 
-import torch
-
+from config import errors
 from config.errors import UserError
-from config.run_options import Run
-from config.schema import Layout
-from distributed.context import start
-from distributed.launch import discover
-from distributed.mesh import Mesh
+
+with errors.installed():
+    import torch
+
+    from config.run_options import Run
+    from config.schema import Layout
+    from distributed.context import start
+    from distributed.launch import discover
+    from distributed.mesh import Mesh
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ culprit came to its fault.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -19,16 +20,20 @@ import sys
 import time
 from pathlib import Path
 
-import kill_worker
 import psutil
 
-import trainer
-import zero
-from checkpointing import file_format
-from config import validation
-from config.command_line import parse
-from corpora.prefetch import Prefetcher
-from distributed.launch import Launch, discover
+from config import errors
+
+with errors.installed():
+    import kill_worker
+
+    import trainer
+    import zero
+    from checkpointing import file_format
+    from config import validation
+    from config.command_line import parse
+    from corpora.prefetch import Prefetcher
+    from distributed.launch import Launch, discover
 
 SHAPE = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 8 --vocab-size 31 --global-batch-size 8 "
@@ -244,6 +249,8 @@ def main() -> None:
     if sys.argv[3:] == ["rank"]:
         do_job(discover(), folder, jobs)
         return
+    # Before the forks: all ranks with --zero 3 need it, and it takes a second.
+    importlib.import_module("torch._dynamo")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     chance = random.Random(json.dumps(jobs))
     for number, job in enumerate(jobs):

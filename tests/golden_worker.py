@@ -118,7 +118,14 @@ def run_jobs(run_job: Callable[[dict, Context], Any]) -> None:
     context = start(discover(), configuration.Run())
     with context.failing_loudly():
         with open(source) as file:
-            results = [run_job(job, context) for job in json.load(file)]
+            jobs = json.load(file)
+        results = []
+        for job in jobs:
+            try:
+                results.append(run_job(job, context))
+            except Exception as error:
+                error.add_note(f"in the case {json.dumps(job)}")  # which of many it was
+                raise
         if context.rank == 0:
             with open(target, "w") as file:
                 json.dump(results, file)

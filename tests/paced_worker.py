@@ -1,16 +1,20 @@
 """train.py with a pause in every step: `python THIS SECONDS ARGUMENTS...`.
 
-For tests of time limits: a run of known length that takes little processor time.
+For tests of time limits: a run of known length that takes little processor time. A step with a
+pause of a minute or more says so on each rank.
 """
 
 import sys
 import time
 
-import trainer
-from config import validation
-from config.command_line import parse
-from distributed.launch import discover
-from distributed.stop_conditions import Signals
+from config import errors
+
+with errors.installed():
+    import trainer
+    from config import validation
+    from config.command_line import parse
+    from distributed.launch import discover
+    from distributed.stop_conditions import Signals
 
 
 def main() -> None:
@@ -18,6 +22,8 @@ def main() -> None:
     step = trainer.step
 
     def paced(*arguments):
+        if pause >= 60.0:
+            print("a long pause", flush=True)
         time.sleep(pause)
         return step(*arguments)
 

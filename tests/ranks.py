@@ -3,9 +3,7 @@
 import functools
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,8 @@ from pathlib import Path
 
 import psutil
 from fork_server import REHEARSAL, Forked
+
+from distributed import local_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where scripts/setup.sh puts Open MPI, for tests alone; mpi4py speaks to it if it is told to.
@@ -164,19 +164,15 @@ def _run_ranks(
 
 
 def free_port() -> int:
-    """A port below the ephemeral range, so that no outgoing connection takes it before its use.
+    """A port as local_ranks.free_port gives one, but each process of a test run has its own ports.
 
-    Each process of a test run has ports of its own: another's may not be in use yet.
+    Another process may have drawn a port that it does not use yet.
     """
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.randrange(10_000, 30_000, PROCESSES) + process % PROCESSES
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:  # in use
-                continue
-        return port
+        port = local_ranks.free_port()
+        if port % PROCESSES == process % PROCESSES:
+            return port
 
 
 class Job:

@@ -90,6 +90,7 @@ def main() -> None:
     total = max(row["iteration"] for row in rows)
     uninterrupted.mkdir()
     options = [*SHAPE.split(), "--steps", str(total), "--out", str(uninterrupted)]
+    options += ["--save-every", str(total)]  # a save takes longer than a step
     if fault_worker.all_gone(
         kill_worker.launch(uninterrupted, options, 1), time.monotonic() + 300
     ) != {0: 0}:

@@ -170,7 +170,8 @@ def main() -> None:
     stages = plan(folder, chance)
     words = [*SHAPE.split(), "--lr-schedule", "constant", "--stages", stages]
     straight, killed = folder / "straight", folder / "killed"
-    kill_worker.finish(straight, [*words, "--out", str(straight)])
+    # Of the uninterrupted run no other checkpoint is needed, and a save takes longer than a step.
+    kill_worker.finish(straight, [*words, "--out", str(straight), "--save-every", str(AT)])
     branches = kills // 3
     of_run = run_and_kill(
         killed, [*words, "--out", str(killed), "--resume", "auto"], kills - branches, chance, 0
@@ -180,7 +181,8 @@ def main() -> None:
     decay = (folder / "decay").read_text()
     words = [*SHAPE.split(), "--branch-from", checkpoint, "--decay-tokens", decay]
     branch, expected = folder / "branch", folder / "straight_branch"
-    kill_worker.finish(expected, [*words, "--out", str(expected)])
+    whole = ["--out", str(expected), "--save-every", str(BRANCH_STEPS)]
+    kill_worker.finish(expected, [*words, *whole])
     of_branch = run_and_kill(branch, [*words, "--out", str(branch)], branches, chance, AT)
     more, off_branch = compare(rows_of(branch), rows_of(expected), AT + 1)
     result = {"rows": rows + more, "off": max(off, off_branch), "stages": STEPS // STEPS_OF_A_STAGE}

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import psutil
 
-import trainer
-from config import validation
-from config.command_line import parse
-from distributed.launch import discover
-from distributed.stop_conditions import Signals
+from config import errors
+
+with errors.installed():
+    import trainer
+    from config import validation
+    from config.command_line import parse
+    from distributed.launch import discover
+    from distributed.stop_conditions import Signals
 
 
 def end_launcher() -> None:

@@ -168,7 +168,7 @@ def test_the_run_that_goes_back_ends_with_the_weights_of_the_run_without_faults(
     program = ["tests/audit_worker.py", fault, *AUDITED, "--out", str(out)]
     first = fork_ranks(3, *program)
     assert first.status == 2, first.err
-    assert "the audit after iteration 6 found wrong bits on rank 2 on " in first.err
+    assert "the audit after step 6 found wrong bits on rank 2 on " in first.err
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000003"]
     case = json.loads((out / "hang" / "case.json").read_text())
     assert (case["kind"], case["culprits"], len(case["nodes"])) == ("audit", [2], 1)

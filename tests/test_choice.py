@@ -59,15 +59,14 @@ def test_the_choice_is_the_fastest_named_schedule_by_the_planners_prices(job):
     """Each priced as a layout with this schedule is: same seconds, same simulation, same memory."""
     layout, choice = decide_layout(job)
     named = {}
-    for name in orders.ORDERS:
-        for virtual in (2, 3, 4) if name == "interleaved" else (2 if name == "zb-v" else 1,):
-            if name != "1f1b" and job.layout.pp * virtual > job.model.layers + 2:
-                continue
-            stages = virtual if name == "interleaved" else None
-            tried = replace(job.layout, schedule=name, virtual_stages=stages)
-            priced = job._replace(layout=tried)
-            most = max(one.activations + one.working for one in memory.stages(priced))
-            named[name, virtual] = pipeline_time(priced)[0], most
+    for name, virtual in auto_schedule.TRIED:
+        if name != "1f1b" and job.layout.pp * virtual > job.model.layers + 2:
+            continue
+        stages = virtual if name == "interleaved" else None
+        tried = replace(job.layout, schedule=name, virtual_stages=stages)
+        priced = job._replace(layout=tried)
+        most = max(one.activations + one.working for one in memory.stages(priced))
+        named[name, virtual] = pipeline_time(priced)[0], most
     limit = MOST_HELD * named["1f1b", 1][1]
     within = {key: one[0] for key, one in named.items() if key[0] == "1f1b" or one[1] <= limit}
     if job.micro_batches > job.layout.pp:  # GPipe is not tried

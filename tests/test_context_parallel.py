@@ -221,7 +221,7 @@ def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
     assert len(rest) == 2 + 1 + 1
     for key, facts in rest.items():
         assert relative_difference(facts, rows[key]) <= 1e-10, (key, facts, rows[key])
-    samples = [re.findall(r"sample at iteration 4 \| (.*)", outcome.out) for outcome in done]
+    samples = [re.findall(r"sample at step 4 \| (.*)", outcome.out) for outcome in done]
     assert len(samples[0]) == 1
     assert samples[0] == samples[1]  # drawn at a temperature, by the same seed
     drawn = json.loads(samples[0][0].partition(" -> ")[2].replace("'", '"')).split()

@@ -4,9 +4,7 @@ Random layouts on 2, 4 and 8 ranks equal the run on one rank in fp64, replicas a
 and a run goes on under another ep. test_families.py compares with transformers.
 """
 
-import dataclasses
 import functools
-import itertools
 import json
 import os
 from pathlib import Path
@@ -35,17 +33,6 @@ from model import ACTIVATIONS
 from optim.balance import Penalty
 from parallel import ParamFactory
 
-# Options of the experts' test of layouts that need no line: the first ones are in every case of
-# golden_worker.py; the next are another spelling of an option, a folder or a split, or say when to
-# evaluate; a run that leaves out samples or has ended by overflows is tested in test_stories.py.
-WITHOUT_A_LINE = {
-    *("hidden", "heads", "seq_length", "lr", "adam_eps", "pad_vocab_multiple", "dp"),
-    *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
-    "skip_samples",
-    *("ema", "eval_ema"),  # tests/test_weight_average.py
-    "stages",  # tests/test_stages.py
-    "eval_tasks",  # tests/test_tasks.py
-}
 SHAPE = {
     "precision": "fp64",
     "positions": "rotary",
@@ -72,32 +59,6 @@ def test_every_option_with_experts_equals_the_single_rank_run(tmp_path):
     write_corpora(tmp_path)
     write_chats(tmp_path)
     check_lines("experts_options", tmp_path, tmp_path)
-
-
-def test_every_option_has_a_line_with_experts():
-    """Each option that changes what is computed, and each of its choices, occurs under a layout."""
-    values: dict[str, set] = {}
-    for feature in (
-        "experts",
-        "experts_drawn",
-        "experts_options",
-        "latent",
-        "attention_kinds",
-        "zero3",
-        "z_loss",
-    ):
-        for case in itertools.chain.from_iterable(lines_of(feature).values()):
-            for name, value in case.items():
-                values.setdefault(name, set()).add(str(value))
-    for section in (schema.ModelShape, schema.Layout, schema.Training, schema.Data):
-        for field in dataclasses.fields(section):
-            if field.name in WITHOUT_A_LINE:
-                continue
-            where = "write a line with experts into tests/data/golden/experts_options.txt"
-            assert field.name in values, f"{field.name}: {where}"
-            not_given = {str(choice) for choice in field.metadata["choices"]} - values[field.name]
-            not_given -= {str(field.default), "apex"}  # apex needs a GPU
-            assert not not_given, f"{field.name} of {', '.join(not_given)}: {where}"
 
 
 @pytest.mark.parametrize(

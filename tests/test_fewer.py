@@ -39,7 +39,7 @@ def test_the_options_but_for_the_layout_stay(tmp_path):
     assert best.nodes == 2
     assert "a step" in best.reason
     assert best.reason.endswith(
-        "; rehearsed: every operation of the ranks that were run meets, and it fits"
+        "; rehearsed: all operations of the ranks that were run match, and it fits"
     )
     before, after = parse(words.split()), parse(found.words(best.flags))
     assert replace(before, layout=Layout()) == replace(after, layout=Layout())

@@ -49,6 +49,31 @@ def test_large_requests_arrive_whole(tmp_path):
     assert (tmp_path / "out").read_text() == "300000\n"
 
 
+ENDS = {
+    "at its last line": "print('done')",
+    "with a status": "print('done'); raise SystemExit(3)",
+    "with a sentence": "raise SystemExit('no such layout')",
+    "with nothing": "raise SystemExit",
+    "by an exception": "import sys; sys.tracebacklimit = 0; raise ValueError('no')",
+    "by Ctrl-C": "import sys; sys.tracebacklimit = 0; raise KeyboardInterrupt",
+    "at once": "import os; print('lost'); os._exit(5)",
+    "after its handlers and threads": """
+import atexit, threading
+atexit.register(print, "handler")
+threading.Timer(0.2, print, ["thread"]).start()
+""",
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_a_fork_ends_as_under_the_interpreter(way, tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS[way]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert forked(tmp_path, ENDS[way]).wait(60) == ended.returncode
+    assert (tmp_path / "out").read_bytes() == ended.stdout
+
+
 OWNER = """
 import os, subprocess, sys, time
 sys.path[:0] = ["tests", "."]

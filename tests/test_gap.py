@@ -193,12 +193,13 @@ def test_the_gap_of_one_rank_on_a_gpu_has_costs_of_a_gpu(tmp_path, monkeypatch):
     assert set(kinds) == {"cpu", "cuda"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cause", "planted", "words"),
     [
-        ("slow ranks", {"slow": [1, 0.3]}, ""),
-        ("data", {"data": 0.3}, "--pp 2"),
-        ("p2p", {"link": ["forward", 0, 0.6]}, "--pp 2"),
+        ("slow ranks", {"slow": [1, 0.6]}, ""),
+        ("data", {"data": 0.8}, "--pp 2"),
+        ("p2p", {"link": ["forward", 0, 1.2]}, "--pp 2"),
     ],
 )
 def test_planted_causes_are_found(tmp_path, cause, planted, words, capsys):

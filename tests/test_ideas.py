@@ -5,6 +5,7 @@ Each diff is applied to a copy of the code. check.py says that the right one is 
 layout, and finds the same idea with a sum left out.
 """
 
+import itertools
 import json
 import os
 import re
@@ -50,16 +51,30 @@ SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --devi
 WITH_SUM = ("tp 2", "dp 2 micro-batch-size 2")  # in one of them the sum that was left out is needed
 
 
-def hunks_of(diff: str) -> Iterator[tuple[str, str, str]]:
-    """The hunks of a diff: a file, lines that it has once, and what they become."""
+def hunks_of(diff: str) -> Iterator[tuple[str, list[str]]]:
+    """The hunks of a diff: a file, and the hunk's lines with their signs."""
     path = ""
     for part in re.split(r"^(?=\+\+\+ |--- |@@ )", diff, flags=re.MULTILINE):
         if part.startswith("+++ b/"):
             path = part.removeprefix("+++ b/").strip()
         elif part.startswith("@@"):
-            lines = part.splitlines(keepends=True)[1:]
-            old = "".join(line[1:] for line in lines if line[0] in " -")
-            yield path, old, "".join(line[1:] for line in lines if line[0] in " +")
+            yield path, part.splitlines(keepends=True)[1:]
+
+
+def applied(text: str, lines: list[str]) -> str | None:
+    """The text with a hunk; None if its lines are not there once.
+
+    As patch does, the hunk is placed without its first or last lines if others were written there.
+    """
+    above = len(list(itertools.takewhile(lambda line: line[0] == " ", lines)))
+    below = len(list(itertools.takewhile(lambda line: line[0] == " ", lines[::-1])))
+    trims = itertools.product(range(above + 1), range(below + 1))
+    for first, last in sorted(trims, key=sum):
+        kept = lines[first : len(lines) - last]
+        old = "".join(line[1:] for line in kept if line[0] in " -")
+        if old and text.count(old) == 1:
+            return text.replace(old, "".join(line[1:] for line in kept if line[0] in " +"))
+    return None
 
 
 def copy_with(name: str, folder: Path) -> Path:
@@ -67,10 +82,13 @@ def copy_with(name: str, folder: Path) -> Path:
     left_out = shutil.ignore_patterns(".*", "runs", "tests", "benchmarks", "docs", "data", "site")
     code = folder / "code"
     shutil.copytree(ROOT, code, ignore=left_out)
-    for path, old, new in hunks_of(IDEAS[name]):
-        text = (code / path).read_text()
-        assert text.count(old) == 1, f"{name}: {path} has {text.count(old)} times\n{old}"
-        (code / path).write_text(text.replace(old, new))
+    for path, lines in hunks_of(IDEAS[name]):
+        text = applied((code / path).read_text(), lines)
+        assert text is not None, (
+            f"{path} has no longer, or more than once, the lines around this change of `{name}` "
+            f"in CONTRIBUTING.md: write it there with those that are there now\n{''.join(lines)}"
+        )
+        (code / path).write_text(text)
     return code
 
 
@@ -98,6 +116,22 @@ def test_there_are_six_ideas_of_forty_lines():
         assert len(lines) <= 40, name
         files = [line for line in lines if line.startswith("+++ ")]
         assert len(files) <= (2 if "config/schema.py" in diff else 1), name
+
+
+@pytest.mark.parametrize("name", CASES, ids=lambda name: name.lower().replace(" ", "-"))
+def test_an_idea_has_its_place_also_beside_a_line_of_others(name):
+    for path, lines in hunks_of(IDEAS[name]):
+        text = (ROOT / path).read_text()
+        assert applied(text, lines) is not None, f"{path}: write its diff in CONTRIBUTING.md again"
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        if old not in text:  # there is such a line
+            continue
+        above = "".join(line[1:] for line in itertools.takewhile(lambda li: li[0] == " ", lines))
+        beside = text.replace(old, above + "    # theirs\n" + old.removeprefix(above))
+        found = applied(beside, lines)
+        assert found is not None, lines
+        assert found.count("# theirs") == 1
+        assert all(line[1:] in found for line in lines if line[0] == "+")
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_the_log_names_the_kernels():
         "torch scaled_dot_product_attention, 128 queries at a time"
     )
     shape = replace(shape, sinks=True)
-    kernel = "windows and sinks in 4 of 4 blocks: products and softmax, 128 queries at a time"
+    kernel = "windows and sinks in 4 of 4 blocks: matmuls and softmax, 128 queries at a time"
     assert attention_kernel(shape, factory, 1) == kernel
 
 

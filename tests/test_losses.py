@@ -108,7 +108,7 @@ def test_a_spike_is_recorded_with_its_documents(monitor):
     assert row["mean"] == pytest.approx(3.0, abs=0.05)
     assert row["sigma"] == pytest.approx(0.1, abs=0.04)
     assert [sample["sample"] for sample in row["samples"]] == [164, 165, 166, 167]
-    assert "loss spike at iteration 42: 3.7000 against" in lines[0]
+    assert "loss spike at step 42: 3.7000 against" in lines[0]
     assert "samples 164 to 167 are in" in lines[0]
     for sample in row["samples"]:  # the text at the recorded places is the sample
         tokens = []
@@ -137,7 +137,7 @@ def test_a_spike_of_the_gradient_norm_is_recorded(monitor):
         3,
     )
     assert [sample["sample"] for sample in row["samples"]] == [324, 325, 326, 327]
-    assert "spike of the gradient norm at iteration 82: 1e+34 against 1.0" in lines[0]
+    assert "spike of the gradient norm at step 82: 1e+34 against 1.0" in lines[0]
     see(monitor, 82, 3.0, norm=math.inf)  # the step is skipped, which has a line of its own
     see(monitor, 83, 3.0, norm=0.0)
     assert len(lines) == 1
@@ -162,7 +162,7 @@ def test_a_loss_that_is_not_finite_is_a_spike(monitor):
     monitor, lines, path = monitor
     see(monitor, 40, math.nan, skipped=True)
     assert rows(path.parent, path.name)[0]["loss"] is None
-    assert "loss spike at iteration 41: nan against 2.98" in lines[0]
+    assert "loss spike at step 41: nan against 2.98" in lines[0]
     assert monitor.good.iteration == 40
     see(monitor, 41, 3.0)
     assert (monitor.good.iteration, monitor.bad) == (42, [])

@@ -18,7 +18,8 @@ from config import command_line, errors, paths, validation
 from config.errors import UserError
 from config.paths import check_file
 from distributed.placement import threads_asked_for
-from planner import memory
+from planner import memory, picture
+from scripts import plot_loss
 
 ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py", "sample.py")
 SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
@@ -113,6 +114,14 @@ def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
 
 
 def test_a_file_stays_as_it_was_if_the_new_text_has_no_room(tmp_path, monkeypatch):
+    """Texts, pictures of layouts, and the curve of a run."""
+    run = tmp_path / "runs" / "a"
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 8 --vocab-size 61 --data synthetic"
+    words += f" --steps 2 --no-watchdog --out {run}"
+    assert ranks.fork_ranks(1, "train.py", *words.split()).status == 0
+    of_run = sorted(os.listdir(run))
+    (tmp_path / "pages").mkdir()
+    tmp_path = tmp_path / "pages"
     path = tmp_path / "page.html"
     path.write_text("old")
     path.chmod(0o640)
@@ -122,9 +131,14 @@ def test_a_file_stays_as_it_was_if_the_new_text_has_no_room(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
+        patched.setattr(Path, "write_bytes", full)
         with pytest.raises(UserError, match=r"cannot write .*No space"):
             paths.write_file(str(path), "new")
+        with pytest.raises(UserError, match=r"cannot write .*No space"):
+            picture.write(str(path), "x", "y", {"fits": [(1.0, 2.0)], "front": [(1.0, 2.0)]})
+        with pytest.raises(UserError, match=r"cannot write .*loss.png: No space"):
+            plot_loss.draw(run)
+    assert sorted(os.listdir(run)) == of_run
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["page.html"])
     paths.write_file(str(path), "new")
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o640)

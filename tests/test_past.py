@@ -294,7 +294,7 @@ def test_a_damaged_past_is_refused(text):
 # Options
 # ------------------------------------------------------------------------------------------------
 
-# Every option of training and data, by what a resume does if it is not given.
+# What a resume takes over if it is not given, and what not. A new option follows its declaration.
 FROM_THE_CHECKPOINT = [
     "global_batch_size",
     "rampup_batch_size",
@@ -341,23 +341,26 @@ FROM_THE_CHECKPOINT = [
     "mask_eod_loss",
     "answers_only",
 ]
-OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema"]
-OF_THE_START.append("cache")
+OF_THE_START = ["eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema", "cache"]
 OF_THE_START += ["stages"]  # its contents are taken over
 
 
-def test_every_option_of_training_and_data_is_classified():
-    names = [f.name for group in ("training", "data") for f in fields(GROUPS[group])]
-    listed = {*FROM_THE_CHECKPOINT, *OF_THE_START}
-    assert {*names} == listed, (
-        f"{ {*names} ^ listed }: name it above: does a resume take it from the checkpoint?"
-    )
-    saved = {"training": {}, "data": {}}
+def test_a_resume_takes_each_option_as_its_declaration_says():
+    saved: dict[str, dict[str, str]] = {"training": {}, "data": {}}
+    declared = {}
     for group in saved:
-        saved[group] = {f.name: f"x{f.name}" for f in fields(GROUPS[group])}
-    assert sorted(inherited(saved, {})) == sorted(FROM_THE_CHECKPOINT)
-    for name in FROM_THE_CHECKPOINT:
+        for field in fields(GROUPS[group]):
+            saved[group][field.name] = f"x{field.name}"
+            declared[field.name] = not field.metadata["at_each_start"]
+    found = inherited(saved, {})
+    assert found.keys() == {name for name, kept in declared.items() if kept} - {"batch_tokens"}
+    assert found.keys() >= {*FROM_THE_CHECKPOINT}
+    assert found.keys().isdisjoint(OF_THE_START)
+    for name in found:
         assert name not in inherited(saved, {name: "given"})
+    layout_and_run = {field.name for group in ("layout", "run") for field in fields(GROUPS[group])}
+    everything = {group: {field.name: 1 for field in fields(GROUPS[group])} for group in GROUPS}
+    assert inherited(everything, {}).keys().isdisjoint(layout_and_run)
 
 
 REPLACED = [

@@ -432,7 +432,7 @@ def test_a_measured_network_takes_the_place_of_the_datasheets_and_its_shares():
     words += ["--global-batch-size", "64", "--tp", "1", "--pp", "1", "--top", "1"]
     stated = plan.ask(words)
     measured = plan.ask([*words, "--network", "10"])
-    assert "--network GB/s gives yours" in stated.text
+    assert "give yours as --network GB/s" in stated.text
     assert "--network" not in measured.text
     first, slower = (answer.data["ranked"][0] for answer in (stated, measured))
     datasheet, quarter = first["at_networks"]
@@ -485,7 +485,7 @@ def test_without_a_measured_network_layouts_are_ranked_at_a_quarter_of_its_rate(
     assert first["interval"][1] < 1.35 * first["seconds"]
     best = min(ranked, key=lambda row: row["seconds"])
     assert best["at_networks"][-1] >= ranked[0]["at_networks"][-1]
-    assert "at 25 GB/s out of a node, one adapter of 200 Gb/s: " in found.text
+    assert "with 25 GB/s per node (one 200 Gb/s adapter): " in found.text
     assert found.data["at_one_adapter"]["seconds"] > ranked[0]["seconds"]
     measured = ask(f"{line} --network 25GB/s")
     assert measured.data["at_one_adapter"] is None

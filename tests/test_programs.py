@@ -246,11 +246,22 @@ def test_every_option_that_is_said_has_a_line():
     text = " ".join([*CHANGES, *itertools.chain.from_iterable(CHANGES.values())])
     groups = (schema.ModelShape, schema.Training)
     names = {field.name for group in groups for field in dataclasses.fields(group)}
+    # Of the model's options only those that it writes; another one is refused by itself.
+    names -= {field.name for field in dataclasses.fields(schema.ModelShape)} - megatron_words.MODEL
     words = {word.partition("=")[0].lstrip("-").removeprefix("no-") for word in text.split()}
     missing = {name.replace("_", "-") for name in names & PROGRAMS["megatron"].says} - {
         word.replace("_", "-") for word in words
     }
     assert not missing, f"lines in CHANGES for {missing}, or take them out of megatron_words.SAYS"
+
+
+def test_an_option_of_the_model_that_megatrons_words_do_not_know_is_refused(monkeypatch):
+    """As one that is new: it would else be lost on the way."""
+    dense = next(iter(CHANGES))
+    monkeypatch.setattr(megatron_words, "MODEL", megatron_words.MODEL - {"rotary_fraction"})
+    assert isinstance(command_of(dense), list)
+    found = command_of(f"{dense} --set rotary_fraction=0.5")
+    assert "megatron has no rotary_fraction 0.5 by this command" in found
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))

@@ -235,7 +235,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
     out = tmp_path / "answers.json"
     done = run("--gpus", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks", *FEW)
     assert done.status == 0, done.err
-    for question in ("Will every collective meet? Yes", "Will it fit? Yes"):
+    for question in ("Do all collectives match? Yes", "Will it fit? Yes"):
         assert question in done.out
     assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.out
     answers = json.loads(out.read_text())
@@ -325,7 +325,7 @@ TOO_LARGE = "--hidden 8192 --heads 64 --layers 1 --precision bf16 --global-batch
             "v100-16",
             FP16,
             0,
-            "every operation of the ranks that were run meets, and it fits",
+            "all operations of the ranks that were run match, and it fits",
             marks=SLOW,
         ),
         ("none", TOO_LARGE, 0, ""),

@@ -292,7 +292,7 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
     rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {key: value for row in rows for key, value in row.items() if key.endswith("_loss")}
     log = (tmp_path / "run/log.txt").read_text()
-    assert [log.count(f" sample at iteration {i} | 'line 5' -> '") for i in range(1, 5)] == [
+    assert [log.count(f" sample at step {i} | 'line 5' -> '") for i in range(1, 5)] == [
         *(0, 1, 0, 1)
     ]
     assert log.count("| 'text' -> '") == 2

@@ -4,7 +4,7 @@ import dataclasses
 
 from config import command_line
 from config.schema import Layout
-from planner import hardware, risk
+from planner import enumeration, hardware, risk
 from tuner import search_space
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
@@ -37,9 +37,11 @@ def test_no_two_candidates_run_the_same_program():
 
 def test_every_choice_of_config_is_tried():
     found, _ = candidates()
-    for axis in ("schedule", "zero", "sequence_parallel"):
-        every = set(search_space.choices(axis)) - {"auto"}  # only if it is asked for
-        assert {getattr(c.config.layout, axis) for c in found} - {None} == every
+    tried = {axis: search_space.choices(axis) for axis in ("zero", "sequence_parallel")}
+    tried["schedule"] = enumeration.SCHEDULES  # a schedule need not be in it, and auto is not
+    assert {*enumeration.SCHEDULES} <= {*search_space.choices("schedule")}
+    for axis, every in tried.items():
+        assert {getattr(c.config.layout, axis) for c in found} - {None} == {*every}
     assert {"balanced", "blocks"} <= {c.config.layout.partition for c in found}
     assert {(c.config.layout.tp, c.config.layout.pp) for c in found} >= {(1, 1), (4, 2), (2, 4)}
     assert all(c.ranks == 8 for c in found)

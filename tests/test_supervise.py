@@ -45,7 +45,7 @@ def test_a_run_with_three_faults_is_the_run_without_any(tmp_path):
     assert steps[-1] == STEPS
     assert outcome.out.count("supervisor: ") == 2 * len(rows)  # each start and each decision
     assert none_left(str(tmp_path)) == []
-    straight = ["train.py", *WORDS, "--steps", str(STEPS), "--tp", "2"]
+    straight = ["train.py", *WORDS, "--steps", str(STEPS), "--tp", "2", "--save-every", str(STEPS)]
     done = fork_ranks(2, *straight, "--out", str(tmp_path / "straight"))
     assert done.status == 0, done.err
     losses = curve(tmp_path / "run")

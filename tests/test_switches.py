@@ -70,7 +70,7 @@ def check_stopped(job: Job, reason: str) -> int:
     """The run printed why it stopped and saved its last step; that step."""
     last = job.rows[-1]["iteration"]
     assert f"stopped by {reason} on rank " in job.text, job.text[-4000:]
-    assert f"after iteration {last} of 100000; all is saved" in job.text
+    assert f"after step {last} of 100000; all is saved" in job.text
     assert saved_steps(job.out)[0] == last
     assert "Traceback" not in job.text
     return last
@@ -109,14 +109,10 @@ def test_save_switch_saves_and_goes_on_and_a_signal_stops_and_the_next_run_resum
     assert outcome.err.count(f"error: --kill-switch {kill} exists: remove it to train") == 1
 
 
-def wait_for_work(job: Job, processes: list[psutil.Process], seconds: float) -> None:
-    """Until processes of a job have together used so many more seconds of a processor."""
-
-    def used() -> float:
-        return sum(process.cpu_times().user for process in processes)
-
-    until = used() + seconds
-    job.wait_for(lambda: used() > until)
+def run_in_a_long_step(launcher: list[str], out, *words: str) -> Job:
+    """A run whose first step takes an hour, without work."""
+    paced = ["tests/paced_worker.py", "3600", *WORDS[1:], "--out", str(out), *words]
+    return Job([*launcher, sys.executable, *paced], out, **ONE_THREAD)
 
 
 def send_until_ended(job) -> None:
@@ -130,7 +126,7 @@ def send_until_ended(job) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_path):
-    """In a step of minutes, at whose end the first signal would take effect."""
+    """In a step of an hour, at whose end the first signal would take effect."""
     with run(["setsid", *mpi_command(2)], tmp_path, "--tp", "2", "--save-every", "1") as job:
         job.wait_for(lambda: "saved " in job.text)
         files = shared_memory(job)
@@ -140,11 +136,9 @@ def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_p
         check_stopped(job, "SIGINT")
         assert not any(file.exists() for file in files)
     before = saved_steps(tmp_path)
-    words = ["--tp", "2", "--resume", "auto", "--global-batch-size", "65536"]
-    with run(mpi_command(2), tmp_path, *words) as job:
-        job.wait_for(lambda: "resumed from" in job.text)
+    with run_in_a_long_step(mpi_command(2), tmp_path, "--tp", "2", "--resume", "auto") as job:
+        job.wait_for(lambda: job.text.count("a long pause") == 2)
         ranks = psutil.Process(job.process.pid).children(recursive=True)
-        wait_for_work(job, ranks, 6.0)  # of both: more than all before the step
         job.send(signal.SIGTERM)
         time.sleep(4.0)  # more than SECONDS_OF_ONE_SIGNAL
         send_until_ended(job)
@@ -201,7 +195,7 @@ def test_a_killed_torchrun_leaves_no_rank_and_no_monitor(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_step_and_twice(tmp_path):
-    """From the first line of train.py on; the second run is in a step of minutes."""
+    """From the first line of train.py on; the second run is in a step of an hour."""
     with run(["setsid"], tmp_path / "early") as job:
         status = Path(f"/proc/{job.process.pid}/status")
 
@@ -214,9 +208,8 @@ def test_ctrl_c_before_the_first_step_and_twice(tmp_path):
         assert job.status() == 75
         assert "stopped by SIGINT on rank 0" in job.text
         assert "Traceback" not in job.text
-    with run(["setsid"], tmp_path / "twice", "--global-batch-size", "65536") as job:
-        job.wait_for(lambda: "global batch: 65536" in job.text)
-        wait_for_work(job, [psutil.Process(job.process.pid)], 4.0)  # more than all before the step
+    with run_in_a_long_step(["setsid"], tmp_path / "twice") as job:
+        job.wait_for(lambda: "a long pause" in job.text)
         ctrl_c(job)
         time.sleep(4.0)  # more than SECONDS_OF_ONE_SIGNAL, also on a busy machine
         assert job.process.poll() is None
@@ -237,9 +230,9 @@ def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
         assert job.status() == 75
         assert [row["iteration"] for row in job.rows] == [1, 2, 3, 3]
     # A run that saves weights only saves everything when it stops, so that it can be resumed.
-    # Forked: of the quarter of a minute a busy machine leaves some for steps.
+    # Forked: of the quarter of a minute a busy machine leaves some for steps. These mostly sleep.
     words = ["--out", str(tmp_path), "--resume", "auto", "--exit-after-minutes", "0.25"]
-    outcome = fork_one(*WORDS, *words)
+    outcome = fork_one("tests/paced_worker.py", "0.3", *WORDS[1:], *words)
     assert outcome.status == 75, outcome.err
     rows = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
     assert rows[0]["iteration"] == 4

@@ -94,7 +94,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     for line in (
         "global batch: 4 from step 1, 6 from step 3, 8 from step 5 (20 samples); 3 sizes, 12 st",
         "micro-batch 2 x 2 to 4,",
-        "peak memory of a rank, MB (resident); by part: python plan.py stages --config",
+        "peak memory of a rank, MB (resident; before: the model was built); by part: python",
     ):
         assert line in four.out
     facts = json.loads((tmp_path / "four" / "run.json").read_text())
@@ -198,7 +198,7 @@ def test_a_corrupted_state_is_not_saved_and_a_restart_begins_before_it(tmp_path)
     words += f"--steps 12 --out {tmp_path}"
     outcome = fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "6", *words.split())
     assert outcome.status not in (0, 2, 75)
-    assert "after iteration 8 replicas are no longer equal" in outcome.err
+    assert "after step 8 replicas are no longer equal" in outcome.err
     saved = tmp_path / "checkpoints"
     assert [path.name for path in saved.glob("step_*")] == ["step_00000004"]
     assert folders.read_manifest(str(saved / "step_00000004"))["checked"] == ["replicas"]

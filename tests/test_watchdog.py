@@ -233,7 +233,7 @@ JOBS = [
     ("", 2, "write", 1),
     ("--tp 2", 2, "suspended", None),
 ]
-CULPRITS = {"killed": 2, "stopped": 0}  # ranks, out of four under mpirun
+CULPRITS = {"killed": 1, "stopped": 0}  # ranks, out of two under mpirun
 
 
 def run_jobs(folder: Path, jobs: list[tuple]) -> list[tuple[Path, dict]]:
@@ -253,8 +253,8 @@ def run_under_mpirun(folder: Path) -> dict[str, tuple[Path, Outcome]]:
     found = {}
     for fault, culprit in CULPRITS.items():
         job, out = folder / f"{fault}.json", folder / fault
-        job.write_text(json.dumps({"layout": "--tp 2 --pp 2", "fault": fault, "culprit": culprit}))
-        found[fault] = (out, mpirun(4, WORKER, str(out), str(job), "rank", timeout=120))
+        job.write_text(json.dumps({"layout": "--tp 2", "fault": fault, "culprit": culprit}))
+        found[fault] = (out, mpirun(2, WORKER, str(out), str(job), "rank", timeout=120))
     return found
 
 

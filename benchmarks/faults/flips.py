@@ -107,7 +107,7 @@ def cause(out: Path) -> str:
     error = failure(out)
     if not error:
         return "ended without a report"
-    found = re.search(r"after iteration (\d+) replicas are no longer equal: (\S+ \S+)", error)
+    found = re.search(r"after step (\d+) replicas are no longer equal: (\S+ \S+)", error)
     if not found:
         return error.strip().splitlines()[-1][:80]
     when = f"the save of step {found[1]}"

@@ -38,7 +38,7 @@ ANSWERS = (
     "before all ranks have met: ending at once",
     "stopped by SIG",  # the end itself, if it comes first
 )
-WHY_NOT = ("ending at once, without a save", "before all ranks have met", "after iteration 0 of")
+WHY_NOT = ("ending at once, without a save", "before all ranks have met", "after step 0 of")
 
 
 @dataclass

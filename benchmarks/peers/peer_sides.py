@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from ranks import free_port
 
 START, ANSWER, END = 300.0, 1800.0, 30.0  # seconds within which a side starts, answers, ends
