@@ -107,7 +107,7 @@ class MLP(nn.Module):
         if model.up_matrices == 2:
             shape = (2, f)
             matrices = Matrices(each=(0,))  # gate and up
-            # The other activations are not compiled, because each is a single kernel of torch.
+            # Those without a gate are not compiled: each is a single kernel of torch.
             self.activation = factory.compile_for_training(self.activation)
         split_dim = len(shape) - 1  # the dimension f, which is split over tp
         self.up = ColumnLinear(

@@ -47,7 +47,8 @@ VALUES |= {
     if field.name not in (*VALUES, *NOT_VARIED)
 }
 POOL = 1500  # random layouts from which the cover is taken
-TRIES = 12  # for a pair that is in none of them
+TRIES = 12  # for a pair that is in none of them, and as many with little else
+NEEDED = ("recompute", "zero", "schedule")
 Setting = tuple[str, Any]
 
 
@@ -115,7 +116,7 @@ def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
 
     config: the run, small. count: so many layouts; None: as many as the pairs need.
     """
-    chance = random.Random(0)
+    chance, second_chance = random.Random(0), random.Random(1)
     singles = _singles(config, ranks)
     pool = {name_of(layout): layout for layout in singles}
     while len(pool) < POOL // 3 and len(pool) < POOL:
@@ -129,8 +130,10 @@ def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
     pairs_of = {name: _pairs(layout) for name, layout in pool.items()}
     wanted = set().union(*pairs_of.values())
     for pair in sorted(_possible(config, ranks) - wanted, key=str):
-        for _ in range(TRIES):
-            layout = _drawn(config, ranks, chance, dict(pair))
+        for number in range(2 * TRIES):
+            # A pair that few layouts have is looked for among those that have little else.
+            of_draw, alone = (chance, False) if number < TRIES else (second_chance, True)
+            layout = _drawn(config, ranks, of_draw, dict(pair), alone)
             if layout is not None and pair in _pairs(layout):
                 pool[name_of(layout)] = layout
                 pairs_of[name_of(layout)] = _pairs(layout)
@@ -209,9 +212,12 @@ def _layout(config: Config, options: dict[str, Any]) -> Layout | None:
 
 
 def _drawn(
-    config: Config, ranks: int, chance: random.Random, fixed: dict[str, Any]
+    config: Config, ranks: int, chance: random.Random, fixed: dict[str, Any], alone: bool = False
 ) -> Layout | None:
-    """Return a random layout with the `fixed` options, or None if the run cannot have it."""
+    """Return a random layout with the `fixed` options, or None if the run cannot have it.
+
+    alone: other options are plain, but for those without which others do nothing (NEEDED).
+    """
     axes = {axis: fixed.get(axis, 0) for axis in AXES}
     free = [axis for axis in AXES if not axes[axis]]
     chance.shuffle(free)
@@ -224,7 +230,8 @@ def _drawn(
     for name, values in VALUES.items():
         # A plain option is more likely than another one: with all at once few layouts are valid.
         plain, *others = values
-        options[name] = chance.choice([plain, chance.choice(others)])
+        is_plain = alone and name not in NEEDED
+        options[name] = plain if is_plain else chance.choice([plain, chance.choice(others)])
     return _layout(config, options | fixed)
 
 

@@ -64,6 +64,7 @@ def option(
     file_only: bool = False,
     example: Any = None,
     at_each_start: bool = False,
+    not_latent: bool = False,
 ) -> Any:
     """Return a dataclass field that is also a command-line flag and a TOML key of the same name.
 
@@ -73,10 +74,12 @@ def option(
     what the option has no effect without. file_only: a key of run files, presets and run.json that
     has no flag; --set KEY=VALUE gives it too. example: a value with which tests and `check.py
     --random` try the option, where choices and limits do not say one (examples.py). at_each_start:
-    an option of training or data that a resume does not take from the checkpoint.
+    an option of training or data that a resume does not take from the checkpoint. not_latent: an
+    option of attention that latent attention (kv_lora_rank) does not have; it is refused there.
     """
     facts = {"help": help, "choices": choices, "nargs": nargs, "item": item, "needs": needs}
     facts |= {"file_only": file_only, "example": example, "at_each_start": at_each_start}
+    facts["not_latent"] = not_latent
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return field(default=default, metadata=facts | limits)
 

@@ -135,6 +135,7 @@ class ModelShape:
         maximum=1.0,
         needs=ROTARY,
         file_only=True,
+        not_latent=True,
     )
     rotary_scaling: str = option(
         "none",
@@ -148,12 +149,14 @@ class ModelShape:
         "blocks with RoPE: all, N:M (N with, then M without), or a list 1,1,0,...",
         needs=ROTARY,
         file_only=True,
+        not_latent=True,
     )
     window: int = option(
         0,
         "sliding window, in tokens, the token itself included; 0: none",
         minimum=0,
         file_only=True,
+        not_latent=True,
     )
     window_blocks: str = option(
         "all",
@@ -175,13 +178,17 @@ class ModelShape:
         file_only=True,
     )
     sinks: bool = option(
-        False, "attention sinks: a learned logit of each head in the softmax", file_only=True
+        False,
+        "attention sinks: a learned logit of each head in the softmax",
+        file_only=True,
+        not_latent=True,
     )
     attention_softcap: float = option(
         0.0,
         "soft cap c of attention scores x: c tanh(x / c); 0: none",
         minimum=0.0,
         file_only=True,
+        not_latent=True,
     )
     logit_softcap: float = option(
         0.0,
@@ -206,6 +213,7 @@ class ModelShape:
         "RMSNorm of queries and keys: per head, or over all heads",
         choices=("none", "head", "full"),
         file_only=True,
+        not_latent=True,
     )
     block: str = option(
         "pre-norm",

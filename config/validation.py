@@ -169,14 +169,11 @@ def _check_latent(model: ModelShape) -> None:
         "positions": (model.positions, "rotary"),
         "kv_heads": (model.kv_heads, model.heads),
         "head_size": (model.head_size, head_size),
-        "rotary_fraction": (model.rotary_fraction, 1.0),
-        "qk_norm": (model.qk_norm, "none"),
         "qkv_bias": (model.qkv_bias, False),
-        "window": (model.window, 0),
-        "rotary_blocks": (model.rotary_blocks, "all"),
-        "sinks": (model.sinks, False),
-        "attention_softcap": (model.attention_softcap, 0.0),
     }
+    for field in dataclasses.fields(model):
+        if field.metadata["not_latent"]:
+            needed[field.name] = (getattr(model, field.name), field.default)
     for name, (value, only) in needed.items():
         if value != only:
             raise UserError(f"{latent} needs {name} {only}, not {value}")

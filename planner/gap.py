@@ -31,7 +31,7 @@ from config.command_line import to_words
 from config.errors import UserError
 from config.schema import Config, Layout, coordinates, rows_along
 from config.validation import check_split
-from planner import compare, hardware, run_files
+from planner import compare, enumeration, hardware, run_files
 from planner.job import Job
 from planner.partition_costs import part_costs
 from planner.questions import FULL_BATCH, Answer
@@ -50,7 +50,8 @@ MOST_PASSES = 200_000  # only the newest steps are simulated, with at most this 
 NAMED_SHARE = 0.1  # a slow rank is named if it loses at least this share of what the slowest loses
 # A remedy is shown if it wins, and its cause takes, at least this share of a step.
 LEAST_SHARE = 0.005
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # tried as remedies against the bubble
+# Tried as remedies against the bubble; gpipe has that of 1F1B.
+SCHEDULES = tuple(name for name in enumeration.SCHEDULES if name != "gpipe")
 Seconds = Mapping[tuple[str, int], float]  # the seconds of a pass, by its kind and stage
 # A rank counts as slow if it computes more than SLOW times as long as the median of the ranks with
 # the same stages. With one pipeline no other rank has the same stages; then each rank is compared

@@ -43,6 +43,9 @@ DENSE = (
     {"pp": 4, "micro_batch_size": 2},
 )
 WITH_EXPERTS = ({"tp": 2, "ep": 4, "zero": 2}, {"pp": 2, "ep": 2})
+# Latent attention, which has not all options of attention: those it has change its numbers too.
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {"positions": "rotary", "tp": 2, "pp": 2}
 
 
 class Setting(NamedTuple):
@@ -104,7 +107,7 @@ def cases_of(setting: Setting, folder: Path) -> list[dict]:
     refusal = None
     for value in values:
         found = []
-        for base in [*DENSE, *(EXPERTS | layout for layout in WITH_EXPERTS)]:
+        for base in [*DENSE, *(EXPERTS | layout for layout in WITH_EXPERTS), LATENT]:
             case = SHARED | base | also | {setting.name: value}
             if case["precision"] in ("bf16", "fp16"):
                 case |= {"tolerance": 1e-3, "weight_tolerance": 1e-2}

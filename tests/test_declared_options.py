@@ -71,6 +71,11 @@ def check_settings(settings: list[Setting], folder) -> None:
                 f"{setting} changes no number of a run: does its module read it? An option that "
                 "changes nothing that is computed is one of `Run` in config/run_options.py"
             )
+        for case in cases if setting.name in COMPUTED else ():
+            assert "kv_lora_rank" not in case or differs_from_the_run_without(case, setting), (
+                f"{setting} changes nothing with kv_lora_rank: if only attention.py reads it, its "
+                "declaration says not_latent=True"
+            )
 
 
 def test_options_and_choices_without_a_line_equal_the_single_rank_run(tmp_path):

@@ -11,7 +11,7 @@ from config import schema as configuration
 from config.errors import UserError
 from data import Batch
 from distributed.mesh import Mesh
-from model import Stage
+from model import ACTIVATIONS, Stage
 from parallel import ParamFactory
 from schedules import partition
 
@@ -33,6 +33,28 @@ def test_an_exported_gpt2_keeps_all_its_learned_positions():
     assert hf_config(shape, torch.float32)["n_positions"] == 32
 
 
+# Formulas of activations without a gate, in x; with one, in the gate x and in up.
+FORMULAS = {
+    "gelu": lambda x: x * (1 + (x / 2**0.5).erf()) / 2,  # arXiv 1606.08415
+    "gelu_tanh": lambda x: x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2,
+    "relu": lambda x: x * (x > 0),
+    "swiglu": lambda x, up: x / (1 + (-x).exp()) * up,  # arXiv 2002.05202
+    "geglu": lambda x, up: FORMULAS["gelu_tanh"](x) * up,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_has_its_formula(name):
+    """All other tests compare runs with one another, and would have the same mistake twice."""
+    x = torch.linspace(-4, 4, 40, dtype=torch.float64).view(2, 20).requires_grad_()
+    parts = x.chunk(2, -1) if name in configuration.GATED else (x,)
+    expected, found = FORMULAS[name](*parts), ACTIVATIONS[name](x)
+    assert_close(found, expected, 1e-12)
+    weights = torch.linspace(1, 2, found.numel(), dtype=torch.float64).view_as(found)
+    gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (found, expected)]
+    assert_close(*gradients, 1e-12)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("positions", ["learned", "alibi"])
 def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
@@ -43,7 +65,8 @@ def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
 
     def facts(q, k, v, enable_gqa, attn_mask=None, is_causal=False):
         of_mask = None if attn_mask is None else (attn_mask.shape, attn_mask.stride())
-        of = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in (q, k, v)]
+        # Of the strides the kernels look at the last one alone.
+        of = [(t.shape, t.stride()[-1], t.dtype, t.requires_grad) for t in (q, k, v)]
         asked.append((of, of_mask, is_causal, enable_gqa))
 
     real, choose = torch.nn.functional.scaled_dot_product_attention, torch._fused_sdp_choice
