@@ -47,7 +47,8 @@ VALUES |= {
     if field.name not in (*VALUES, *NOT_VARIED)
 }
 POOL = 1500  # random layouts from which the cover is taken
-TRIES = 12  # for a pair that is in none of them, and as many with little else
+TRIES = 12  # for a pair that is in none of them
+TRIES_ALONE = 60  # and then among layouts that have little else
 NEEDED = ("recompute", "zero", "schedule")
 Setting = tuple[str, Any]
 
@@ -130,8 +131,7 @@ def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
     pairs_of = {name: _pairs(layout) for name, layout in pool.items()}
     wanted = set().union(*pairs_of.values())
     for pair in sorted(_possible(config, ranks) - wanted, key=str):
-        for number in range(2 * TRIES):
-            # A pair that few layouts have is looked for among those that have little else.
+        for number in range(TRIES + TRIES_ALONE):
             of_draw, alone = (chance, False) if number < TRIES else (second_chance, True)
             layout = _drawn(config, ranks, of_draw, dict(pair), alone)
             if layout is not None and pair in _pairs(layout):
