@@ -60,7 +60,7 @@ not_rejected() { # by the rehearsal; without an answer of it the run is started
         --nodes "$nodes" --gpu "$GPU" --json "$LOGS/rehearsal.json" "${@:2}" \
         >"$LOGS/rehearsal.txt" 2>&1 || status=$?
     if [ $status = 0 ]; then
-        echo "rehearsed in $((SECONDS - began)) s: every operation of the ranks that were run meets, and it fits"
+        echo "rehearsed in $((SECONDS - began)) s: all operations of the ranks that were run match, and it fits"
     elif [ $status = 1 ] && [ -f "$LOGS/rehearsal.json" ]; then
         finding=$(.venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["finding"])' \
             <"$LOGS/rehearsal.json")
