@@ -90,6 +90,7 @@ def job(folder: Path, name: str, case: dict, steps: int, faults: dict, audited: 
     return {"case": case, "steps": steps, "faults": faults, "audited": audited}
 
 
+@pytest.mark.slow
 def test_each_product_of_a_model_is_examined_and_its_layer_named(tmp_path):
     layers = layers_of_products()
     faults = {

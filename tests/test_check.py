@@ -275,6 +275,7 @@ def test_documents_that_see_one_another_are_wrong(tmp_path, monkeypatch):
     assert "which it may not see" in one_rank(tmp_path, DOCUMENTS)[0]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_no_derivative_is_named(tmp_path, monkeypatch):
     right = parallel.GradSink.add
 

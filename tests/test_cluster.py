@@ -230,6 +230,7 @@ def test_a_signal_to_one_rank_of_srun_ends_the_job(moment, tmp_path, request):
     assert none_left(str(tmp_path)) == watches_left(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM-mpirun", "SIGTERM-torchrun", "SIGTERM-srun"])
 def test_a_signal_while_ranks_meet_ends_them(name, tmp_path, request):
     """Rank 0 does not come to meet the other."""

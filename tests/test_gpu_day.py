@@ -141,6 +141,7 @@ class Sides:
         return gpu_models.Side(name, lambda: 1.0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [gpu_models.PLAIN, gpu_models.COMPILED, gpu_models.AS_IT_IS])
 def test_a_side_that_fails_costs_no_other_its_figure(tmp_path, monkeypatch, failing):
     every = {gpu_models.AS_IT_IS, gpu_models.COMPILED, gpu_models.PLAIN}

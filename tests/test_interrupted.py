@@ -30,6 +30,7 @@ def test_endless(request):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["0", "1"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_what_the_tests_have_started_ends_with_them(tmp_path: Path, processes, number):

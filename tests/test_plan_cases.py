@@ -48,6 +48,7 @@ def test_a_given_schedule_that_holds_less_with_more_virtual_stages():
     assert found[0].layout == found[1].layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ONCE_WRONG.values(), ids=ONCE_WRONG)
 def test_nothing_that_train_py_takes_is_faster(line):
     assert plan_cases.failures(line.split(), small=True, chance=random.Random(0)) == []

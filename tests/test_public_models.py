@@ -161,6 +161,7 @@ def keys_of(config: dict) -> dict:
     return made | vars(transformers.AutoConfig.for_model(model_type)) | config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_field_that_changes_numbers_is_honoured_or_refused_by_name(name):
     """Each field is changed, also those that the file does not have but transformers' class does:

@@ -108,12 +108,14 @@ def host() -> list[dict]:
     return json.loads(outcome.out)
 
 
+@pytest.mark.slow
 def test_a_collective_that_is_waited_for_at_once_takes_no_stream_of_nccl(host):
     """On NCCL's own stream it would cost two hops between streams, with an event each."""
     assert [found["late"] for found in host] == [[], [], []]
     assert all(found["noted"] > 50 for found in host)
 
 
+@pytest.mark.slow
 def test_the_host_stops_three_times_in_a_step(host):
     """For the norm of the gradients, the end of the step, and the statistics of all ranks."""
     expected = {"values of the device at zero.py": 1}
@@ -122,6 +124,7 @@ def test_the_host_stops_three_times_in_a_step(host):
     assert [found["stops"] for found in host] == [expected] * 3
 
 
+@pytest.mark.slow
 def test_every_stop_of_the_host_is_named():
     """Each operation that makes the host wait for a GPU is named, and no other one is."""
     done = subprocess.run(

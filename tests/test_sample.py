@@ -76,6 +76,7 @@ def continued(theirs, use_cache: bool = True) -> list[int]:
     return theirs.generate(torch.tensor([PROMPT]), **asked)[0].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers_under_every_layout(runs, tmp_path):
     layouts = (("--tp", "2", "--pp", "2"), ("--pp", "2"), ())
     jobs = [{"sample": words(run, *layout)} for run in runs.values() for layout in layouts]
