@@ -259,8 +259,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return attention's output in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
         parallelism. mask: a Mask, None means causal; in a block that is not plain a
-        local_attention.Seen. rotary: tables that turn q and k, or None. cache: keys and values of
-        the tokens before x, in decoding; then the mask comes from the cache. tokens: see Block.
+        local_attention.VisibleKeys. rotary: tables that turn q and k, or None. cache: keys and
+        values of the tokens before x, in decoding; then the mask comes from the cache. tokens: see
+        Block.
         """
         if self.norms is None:
             q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)

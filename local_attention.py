@@ -55,7 +55,7 @@ class Span(NamedTuple):
     distance: Tensor | None
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that each query of this rank sees, for flex_attention or in spans.
 
     places: the queries' places among the keys, (q,). slopes: ALiBi's of the local heads, (a,), or
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
 def seen_by(
     starts: Tensor, stops: Tensor, places: Tensor, keys: int, slopes: Tensor | None, flex: bool
-) -> Seen:
+) -> VisibleKeys:
     """Return what queries see: query q the keys starts[q] to stops[q] - 1.
 
     starts, stops: (b or 1, q). places: the queries' places among the keys, (q,). keys: the number
@@ -78,7 +78,7 @@ def seen_by(
     spans are read on the host, which waits for a GPU once.
     """
     if flex:
-        return Seen(places, slopes, visible_blocks(starts, stops, keys), [])
+        return VisibleKeys(places, slopes, visible_blocks(starts, stops, keys), [])
     spans = []
     numbers = torch.arange(keys, device=starts.device)
     for first in range(0, starts.shape[1], SPAN):
@@ -92,7 +92,7 @@ def seen_by(
         if slopes is not None:
             distance = (places[queries][:, None] - here).abs()
         spans.append(Span(queries, near, mask[:, None], distance))
-    return Seen(places, slopes, None, spans)
+    return VisibleKeys(places, slopes, None, spans)
 
 
 class LocalPositions:
@@ -128,13 +128,13 @@ class LocalPositions:
             if block.rotary and _kind_of_tables(block) not in self._tables:
                 self._tables[_kind_of_tables(block)] = Rotary(factory, model, block)
         # What queries see if batches do not say it, by window: the same for all micro-batches.
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, VisibleKeys] = {}
 
     def of_blocks(self, batch: Batch | None, cache: Any, count: int) -> list[tuple[Any, Any]]:
         """Return for each of the `count` blocks its mask and its rotary tables (None: NoPE).
 
-        The mask is a Seen, or in a plain block the Mask or None of attention.Positions. cache: in
-        decoding; then the masks come from there.
+        The mask is VisibleKeys, or in a plain block the Mask or None of attention.Positions.
+        cache: in decoding; then the masks come from there.
         """
         positions = None if batch is None else batch.positions
         length = None if batch is None else batch.length
@@ -153,7 +153,7 @@ class LocalPositions:
             found.append((masks.get(kind), rotary))
         return found
 
-    def _seen_in(self, batch: Batch | None, window: int) -> Seen:
+    def _seen_in(self, batch: Batch | None, window: int) -> VisibleKeys:
         """Return what this rank's queries see with a window of so many tokens; 0: no window."""
         starts = None if batch is None else batch.starts
         stops = None if batch is None else batch.stops
@@ -185,7 +185,7 @@ def _kind_of_tables(block: BlockAttention) -> tuple[float, str]:
 
 
 def attend_locally(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen | None, cache: Any
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, seen: VisibleKeys | None, cache: Any
 ) -> Tensor:
     """Return a layer's attention of q over k and v, for all heads of this rank: (s, b, a d).
 
@@ -208,7 +208,7 @@ def attend_locally(
     return to_tokens(run(q, k, v, sinks, block.softcap, seen, layer.mesh.kv), heads)
 
 
-def _seen_in_cache(cache: Any, keys: int, block: BlockAttention) -> Seen:
+def _seen_in_cache(cache: Any, keys: int, block: BlockAttention) -> VisibleKeys:
     """Return what the new tokens of a cache see of the last `keys` tokens, which are all kept."""
     first = cache.tokens - keys  # the place of the first kept token in the text
     places = cache.positions[0] - first
@@ -225,7 +225,7 @@ def _attend(
     v: Tensor,
     sinks: Tensor | None,
     softcap: float,
-    seen: Seen,
+    seen: VisibleKeys,
     group: Group | None = None,
 ) -> Tensor:
     """Return attention of q, (s, b, a, d), over k and v, (t, b, g, d): (s, b, a d).
@@ -249,7 +249,7 @@ def attend_by_flex(
     v: Tensor,
     sinks: Tensor | None,
     softcap: float,
-    seen: Seen,
+    seen: VisibleKeys,
     flex: Callable,
 ) -> Tensor:
     """Return attention of q, (b, a, s, d), over k and v, (b, g, t, d), by flex_attention.
@@ -281,7 +281,7 @@ def attend_by_flex(
 
 
 def attend_by_spans(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float, seen: Seen
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float, seen: VisibleKeys
 ) -> Tensor:
     """Return attention of q, (b, a, s, d), over k and v, (b, g, t, d), one span after the other."""
     repeats = q.shape[1] // k.shape[1]

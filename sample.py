@@ -73,7 +73,7 @@ EVAL_BATCH = 4  # samples in a micro-batch with --eval-data and --eval-tasks
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class SampleTask:
     """A checked command line: the checkpoint, the options, and token ids of the prompts, if any.
 
     folder: the folder of the checkpoint. config: the configuration of the model and its layout.
@@ -94,7 +94,7 @@ class Task:
     tasks: TaskSet | None = None
 
 
-def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
+def prepare_task(options: argparse.Namespace, ranks: int) -> SampleTask:
     """Return the task of a command line; raise UserError if anything in it is wrong.
 
     Every rank calls this before torch is imported, and gets the same result. options: the result of
@@ -136,7 +136,7 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     if options.eval_data:  # no prompts, and so no tokenizer
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
         sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
-        return Task(folder, options, _make_config(options, model, ranks))
+        return SampleTask(folder, options, _make_config(options, model, ranks))
     # The tokenizer.json is in the checkpoint; those of older versions have it in a folder above.
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
     tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
@@ -145,14 +145,16 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
         files = parse_task_files(tuple(options.eval_tasks))
         config = _make_config(options, model, ranks)
-        return Task(folder, options, config, tasks=encode_tasks(files, text, model.seq_length))
+        return SampleTask(
+            folder, options, config, tasks=encode_tasks(files, text, model.seq_length)
+        )
     ends = record.ends if record.is_imported else record.ends or text.ends
     limit = _longest_text(model, record)
     if options.chat:
         talk = _conversation(options, folder, text, ends)
         config = _make_config(options, dataclasses.replace(model, seq_length=limit), ranks)
         count = options.max_tokens or MAX_ANSWER
-        return Task(folder, options, config, text, (), count, ends, talk, limit)
+        return SampleTask(folder, options, config, text, (), count, ends, talk, limit)
     prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
     # The number of new tokens for each prompt. Without --max-tokens it is MAX_TOKENS, or fewer, so
@@ -171,7 +173,9 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
         )
     # Tables of positions have seq_length rows: as many as the longest continued prompt needs.
     model = dataclasses.replace(model, seq_length=longest + count)
-    return Task(folder, options, _make_config(options, model, ranks), text, prompts, count, ends)
+    return SampleTask(
+        folder, options, _make_config(options, model, ranks), text, prompts, count, ends
+    )
 
 
 def _longest_text(model: ModelShape, record: model_record.ModelRecord) -> int:
@@ -283,7 +287,7 @@ def _report_folder() -> str:
     return folder
 
 
-def run(task: Task, context: Context) -> Iterator[str]:
+def run(task: SampleTask, context: Context) -> Iterator[str]:
     """Load the weights, and yield the continued prompts or the losses as lines of text.
 
     Collective over all ranks; called by `main`.
@@ -357,7 +361,11 @@ def _scores(tasks: TaskSet, log_likelihoods: "np.ndarray", misses: "np.ndarray")
 
 
 def _chat(
-    task: Task, talk: Conversation, decoder: "Decoder", how: "SamplingParams", context: Context
+    task: SampleTask,
+    talk: Conversation,
+    decoder: "Decoder",
+    how: "SamplingParams",
+    context: Context,
 ) -> Iterator[str]:
     """Yield an answer for each line of the standard input of rank 0; collective over all ranks.
 
@@ -382,7 +390,7 @@ def _chat(
         yield talk.answer(decoder.generate(turn["prompt"], count, how, task.ends))
 
 
-def _next_turn(task: Task, talk: Conversation, lines: Lines) -> dict[str, Any] | None:
+def _next_turn(task: SampleTask, talk: Conversation, lines: Lines) -> dict[str, Any] | None:
     """Return the ids of the conversation with the next line, {"prompt": [...]}; None: none came.
 
     The list is empty after the last line. If the conversation is refused or has no room for an

@@ -1,7 +1,7 @@
 """The first tensor of a run that is not one rank's.
 
     reference = Reference(pieces)                       of one rank
-    seen = Seen.by(reference, pieces, layout, mesh)     on every rank of a layout; collective
+    seen = SeenPieces.by(reference, pieces, layout, mesh)     on every rank of a layout; collective
     difference = first_difference(reference, seen)      the rank's together, or None
 
 A tensor differs if an element is off by more than TOLERANCES of the tensor's largest element. In
@@ -164,7 +164,7 @@ def _largest(values: np.ndarray) -> float:
 
 
 @dataclass
-class Seen:
+class SeenPieces:
     """What a rank has found about its pieces.
 
     offs: by key the largest difference from one rank's. parts: the pieces of the tensor that
@@ -175,7 +175,7 @@ class Seen:
     parts: list[TensorPart]
 
     @classmethod
-    def by(cls, reference: Reference, pieces: list[Piece], tp: int, mesh: Any) -> "Seen":
+    def by(cls, reference: Reference, pieces: list[Piece], tp: int, mesh: Any) -> "SeenPieces":
         """Compare this rank's pieces; collective over the world. tp: of the layout."""
         offs: dict[Key, float] = {}
         for piece in pieces:
@@ -206,7 +206,7 @@ class Seen:
         return cls(offs, parts)
 
 
-def first_difference(reference: Reference, seen: list[Seen]) -> Difference | None:
+def first_difference(reference: Reference, seen: list[SeenPieces]) -> Difference | None:
     """Return the first tensor that is not one rank's, in one rank's order, or None.
 
     seen: of every rank.

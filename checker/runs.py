@@ -12,7 +12,7 @@ import torch.distributed as dist
 import data
 import trainer
 from checker.alone import findings
-from checker.compare import Reference, Seen
+from checker.compare import Reference, SeenPieces
 from checker.recorder import Piece, Recorder
 from checker.shrink import LEAST_BUCKET
 from checker.thresholds import small_thresholds
@@ -54,7 +54,7 @@ class RunAnswer:
     loads: list[list[float]] = field(default_factory=list)
     evaluated: dict[str, float] = field(default_factory=dict)
     unequal: list[str] = field(default_factory=list)
-    seen: Seen | None = None
+    seen: SeenPieces | None = None
     pieces: list[Piece] = field(default_factory=list)
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
     alone: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Worker:
                 answer.alone = list(findings(config, context))
         else:
             tp = config.layout.tp
-            answer.seen = Seen.by(self.reference, recorder.pieces, tp, state.factory.mesh)
+            answer.seen = SeenPieces.by(self.reference, recorder.pieces, tp, state.factory.mesh)
         return answer
 
 

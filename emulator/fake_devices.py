@@ -322,7 +322,7 @@ def seen_by(starts, stops, places, keys, slopes, _):
 
     So blocks with windows, softcaps or sinks run as by flex_attention on every fake GPU.
     """
-    return local_attention.Seen(places, slopes, visible_blocks(starts, stops, keys), [])
+    return local_attention.VisibleKeys(places, slopes, visible_blocks(starts, stops, keys), [])
 
 
 def local_flex(q, k, v, sinks, softcap, seen, _):

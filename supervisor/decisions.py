@@ -47,7 +47,7 @@ HOUR = 3600.0  # seconds; the restarts within an hour are limited
 DAY = 86400.0  # seconds; failures of the last day make a node suspect
 
 
-class Action(enum.StrEnum):
+class SupervisorAction(enum.StrEnum):
     """The supervisor's next action."""
 
     PASS = "pass the status on"
@@ -67,7 +67,7 @@ class Decision:
     layout stays. flags: the options of the new layout.
     """
 
-    action: Action
+    action: SupervisorAction
     reason: str
     out: tuple[str, ...] = ()
     back: tuple[str, ...] = ()
@@ -92,16 +92,16 @@ def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit
     restarts in an hour. Called by the session after each end of the ranks.
     """
     if found.status == 0:
-        return Decision(Action.PASS, "the run is finished")
+        return Decision(SupervisorAction.PASS, "the run is finished")
     # Status 75: the ranks have saved and stopped before the last step, because the session asked
     # them to (nodes are back), or the user, a time limit or a file did.
     if found.status == 75 and found.back and not found.requested:
         reason = f"{', '.join(found.back)} can be used again"
-        return Decision(Action.RETURN, reason, back=found.back)
+        return Decision(SupervisorAction.RETURN, reason, back=found.back)
     if found.status == 75:
-        return Decision(Action.PASS, "stopped early, everything is saved")
+        return Decision(SupervisorAction.PASS, "stopped early, everything is saved")
     if found.requested:
-        return Decision(Action.PASS, "a signal asked for the end")
+        return Decision(SupervisorAction.PASS, "a signal asked for the end")
     recent = [end for end in earlier if end.ago < DAY]
     # The nodes that must be left out: silent nodes, or else nodes that have failed a check.
     unusable = found.silent
@@ -109,18 +109,18 @@ def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit
         unusable = found.nodes
     if not unusable and not found.disk_is_full and found.is_mistake:
         cause = "a user's mistake" if found.finite else "training has diverged"
-        return Decision(Action.STOP, f"{cause}: another start would end in the same way")
+        return Decision(SupervisorAction.STOP, f"{cause}: another start would end in the same way")
     # In all cases below the ranks may be started again, which must not happen too often.
     actions = [end.decision.action for end in recent if end.ago < HOUR]
-    restarts = actions.count(Action.RESTART) + actions.count(Action.WAIT)
+    restarts = actions.count(SupervisorAction.RESTART) + actions.count(SupervisorAction.WAIT)
     if restarts >= limit:
-        return Decision(Action.STOP, f"{restarts} restarts in an hour, at most {limit}")
+        return Decision(SupervisorAction.STOP, f"{restarts} restarts in an hour, at most {limit}")
     if unusable:
         return _leave_out(unusable, recent, found, spare)
     if found.disk_is_full:
-        return Decision(Action.WAIT, "the disk is full")
+        return Decision(SupervisorAction.WAIT, "the disk is full")
     if found.kind == SPIKE:
-        return Decision(Action.RESTART, "the batches up to a spike are skipped")
+        return Decision(SupervisorAction.RESTART, "the batches up to a spike are skipped")
     return _after_failure(found, recent, spare)
 
 
@@ -144,23 +144,25 @@ def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) ->
         earlier_nodes = end.evidence.nodes
         if nodes and earlier_nodes and nodes.isdisjoint(earlier_nodes):
             both = f"{', '.join(earlier_nodes)} and {', '.join(found.nodes)}"
-            return Decision(Action.STOP, f"it failed {at} on {both}: it is not the hardware")
+            return Decision(
+                SupervisorAction.STOP, f"it failed {at} on {both}: it is not the hardware"
+            )
     failures = len(same_fault) + 1
     if failures >= SAME_STEP:
-        return Decision(Action.STOP, f"it failed {failures} times {at}")
+        return Decision(SupervisorAction.STOP, f"it failed {failures} times {at}")
     # A lost rank, or a node that has had any fault within a day, makes the nodes suspect.
     failed_before = any(not nodes.isdisjoint(end.evidence.nodes) for end in recent)
     suspect = found.kind in LOST or failed_before
     # spare is None: the launcher chooses the nodes, so that none can be left out.
     if not nodes or not suspect or spare is None:
-        return Decision(Action.RESTART, "no node is known to be the cause")
+        return Decision(SupervisorAction.RESTART, "no node is known to be the cause")
     if len(found.nodes) <= spare:
-        return Decision(Action.RESTART, f"{', '.join(found.nodes)} left out", found.nodes)
+        return Decision(SupervisorAction.RESTART, f"{', '.join(found.nodes)} left out", found.nodes)
     # No node is spare. A node that has lost a rank and has failed before is left out all the same:
     # the job is queued, or gets a layout on fewer nodes.
     if failed_before and found.kind in LOST:
         return _leave_out(found.nodes, recent, found, spare)
-    return Decision(Action.RESTART, f"no node is spare for {', '.join(found.nodes)}")
+    return Decision(SupervisorAction.RESTART, f"no node is spare for {', '.join(found.nodes)}")
 
 
 def _leave_out(
@@ -177,16 +179,18 @@ def _leave_out(
     """
     if spare is None:
         advice = f"{', '.join(nodes)} cannot be used, and this launcher's nodes are the user's"
-        return Decision(Action.STOP, advice)
+        return Decision(SupervisorAction.STOP, advice)
     if len(nodes) <= spare:
-        return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
+        return Decision(SupervisorAction.RESTART, f"{', '.join(nodes)} left out", nodes)
     # The ends of the ranks since the newest checkpoint; after how many of them the job was queued.
     ends = [end for end in recent if end.evidence.newest == found.newest]
-    queued = [end.decision.action for end in ends].count(Action.QUEUE)
+    queued = [end.decision.action for end in ends].count(SupervisorAction.QUEUE)
     reason = f"{', '.join(nodes)} cannot be used, and {spare} nodes are spare"
     if queued >= MOST_QUEUED:
-        return Decision(Action.STOP, f"{reason}; queued {queued} times without a new checkpoint")
-    return Decision(Action.QUEUE, reason, nodes)
+        return Decision(
+            SupervisorAction.STOP, f"{reason}; queued {queued} times without a new checkpoint"
+        )
+    return Decision(SupervisorAction.QUEUE, reason, nodes)
 
 
 # ---- The journal ---------------------------------------------------------------------------------
@@ -314,7 +318,7 @@ def _entry(row: dict[str, Any]) -> Entry:
     if evidence.newest is not None:
         _check_type(evidence.newest, int)
     out, back, flags = (tuple(map(str, row.get(name, ()))) for name in ("out", "back", "flags"))
-    action = Action(row["action"])
+    action = SupervisorAction(row["action"])
     reason = str(row["reason"])
     used = row.get("used", 0)
     _check_type(used, int)

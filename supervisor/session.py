@@ -29,7 +29,7 @@ from distributed.parent_death import signal_at_parents_death
 from distributed.run_lock import in_use
 from supervisor import evidence
 from supervisor.command import Command, answering_nodes, silent_nodes
-from supervisor.decisions import Action, Decision, Journal, decide, say
+from supervisor.decisions import Decision, Journal, SupervisorAction, decide, say
 from supervisor.fewer import Fewer
 
 STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
@@ -205,13 +205,13 @@ class Supervisor:
                 return STOPPED_EARLY
             status, decision = self._start()
             # At the status STOPPED_EARLY the batch script puts the job into the queue again.
-            if decision.action == Action.QUEUE:
+            if decision.action == SupervisorAction.QUEUE:
                 return STOPPED_EARLY
             # The run is finished, or another start would not help: the user gets this status.
-            if decision.action in (Action.PASS, Action.STOP):
+            if decision.action in (SupervisorAction.PASS, SupervisorAction.STOP):
                 return status
             # In the other cases the ranks are started again, after a wait if the disk is full.
-            if decision.action == Action.WAIT:
+            if decision.action == SupervisorAction.WAIT:
                 self._await_room()
         say("stopped while no rank ran")
         return STOPPED_EARLY
@@ -272,7 +272,7 @@ class Supervisor:
         spare = len(self._usable()) - len(nodes) if nodes else None
         decision = decide(end, journal.earlier(), spare, self.limit)
         # Before the job is queued, a layout on the nodes that are left is looked for.
-        if decision.action == Action.QUEUE and self.fewer:
+        if decision.action == SupervisorAction.QUEUE and self.fewer:
             decision = self._on_fewer(decision, self.fewer)
         journal.add(end, decision)
         return end.status, decision
@@ -328,7 +328,7 @@ class Supervisor:
         reason = f"{decision.reason}; {layout.reason}"
         return replace(
             decision,
-            action=Action.RESTART,
+            action=SupervisorAction.RESTART,
             reason=reason,
             used=layout.nodes,
             flags=layout.flags,

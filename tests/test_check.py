@@ -19,7 +19,7 @@ import parallel
 from benchmarks.faults.check_faults import asked, copy_of_code, judged
 from checker.alone import findings
 from checker.causes import explanations, operations, shared, title
-from checker.compare import Reference, Seen, first_difference
+from checker.compare import Reference, SeenPieces, first_difference
 from checker.drawn import drawn
 from checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
 from checker.recorder import Piece
@@ -166,7 +166,7 @@ def difference_of(layout: Layout, pieces_of_ranks):
     for rank, (place, pieces) in enumerate(pieces_of_ranks):
         mesh = Mesh()
         mesh.rank, mesh.place = rank, {"pp": 0, "dp": 0, "cp": 0, "tp": 0} | place
-        seen.append(Seen.by(ONE, pieces, layout.tp, mesh))
+        seen.append(SeenPieces.by(ONE, pieces, layout.tp, mesh))
     return first_difference(ONE, seen)
 
 
@@ -207,7 +207,7 @@ def test_what_is_left_of_the_step_before_is_explained(share, words):
     mesh = Mesh()
     mesh.rank, mesh.place = 0, {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
     found = first_difference(
-        both, [Seen.by(both, [piece(WHOLE + share * before, step=2)], 1, mesh)]
+        both, [SeenPieces.by(both, [piece(WHOLE + share * before, step=2)], 1, mesh)]
     )
     assert found is not None
     assert words in " ".join(explanations(both, found, Layout(dp=1)))

@@ -20,10 +20,10 @@ from supervisor.decisions import (
     DAY,
     HOUR,
     SAME_STEP,
-    Action,
     Decision,
     Earlier,
     Journal,
+    SupervisorAction,
     decide,
 )
 from supervisor.evidence import LEAST_ROOM, LOST, REFUSED, SPIKE, Evidence, Files, read_evidence
@@ -33,11 +33,11 @@ DEAD = Evidence(9, "dead", ("n1",), (0,), iteration=40, newest=30, **ROOM)
 FAILED = Evidence(1, "failed", ("n1",), (3,), "ValueError: x", iteration=40, newest=30, **ROOM)
 MISTAKE = Evidence(2, **ROOM)
 PREFLIGHT = replace(MISTAKE, kind="preflight", nodes=("n1",), error="preflight: ...")
-PASS, STOP, QUEUE, WAIT, RESTART, RETURN = Action
+PASS, STOP, QUEUE, WAIT, RESTART, RETURN = SupervisorAction
 FULL = {"free": 10, "needed": LEAST_ROOM}
 
 
-def after(*found: Evidence, action: Action = RESTART, ago: float = 60.0) -> list[Earlier]:
+def after(*found: Evidence, action: SupervisorAction = RESTART, ago: float = 60.0) -> list[Earlier]:
     """Earlier ends of the ranks, each with that decision."""
     return [Earlier(ago, one, Decision(action, "")) for one in found]
 
