@@ -31,7 +31,7 @@ from config.command_line import parse
 from config.errors import UserError
 from scripts import stages
 from supervisor.command import run_options
-from supervisor.decisions import Action, read_entries
+from supervisor.decisions import SupervisorAction, read_entries
 from supervisor.evidence import LOST
 
 STOPPED_EARLY = 75
@@ -57,9 +57,9 @@ def decide(status: int, out: Path, job: str, job_id: str, restarts: int) -> tupl
     own = [entry for entry in entries if entry.job == f"{job_id}.{restarts}"]
     decision, found = (own[-1].decision, own[-1].evidence) if own else (None, None)
     if status == STOPPED_EARLY:
-        elsewhere = decision and decision.action == Action.QUEUE
+        elsewhere = decision and decision.action == SupervisorAction.QUEUE
         return True, decision.reason if elsewhere else "stopped early, everything is saved"
-    if decision and decision.action == Action.STOP:
+    if decision and decision.action == SupervisorAction.STOP:
         return False, f"the supervisor has stopped it: {decision.reason}"
     if not found or found.kind not in LOST:
         return False, f"status {status}, and no rank was lost according to {out}/supervisor.jsonl"

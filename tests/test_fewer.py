@@ -12,7 +12,7 @@ from config.schema import Layout
 from distributed.launch import SlurmJob
 from supervisor import fewer
 from supervisor.command import Command
-from supervisor.decisions import Action, Decision, Journal
+from supervisor.decisions import Decision, Journal, SupervisorAction
 from supervisor.evidence import Evidence
 from supervisor.fewer import Fewer, Options
 
@@ -121,11 +121,11 @@ def test_the_journal_knows_the_layout_of_this_start(tmp_path, capsys):
     gone = Evidence(137, "dead", ("n2",), silent=("n2",))
     culprit = Evidence(137, "dead", ("n1",), (0,))
     journal = Journal(str(tmp_path), "7.0")
-    journal.add(gone, Decision(Action.RESTART, "", ("n2",), used=2, flags=("--tp", "2")))
-    journal.add(culprit, Decision(Action.RESTART, "", ("n1",), used=1))
+    journal.add(gone, Decision(SupervisorAction.RESTART, "", ("n2",), used=2, flags=("--tp", "2")))
+    journal.add(culprit, Decision(SupervisorAction.RESTART, "", ("n1",), used=1))
     again = Journal(str(tmp_path), "7.0")
     assert (again.layout(), again.left_out(), again.silent()) == ((1, ()), {"n1", "n2"}, {"n2"})
-    again.add(Evidence(75, back=("n2",)), Decision(Action.RETURN, "", back=("n2",)))
+    again.add(Evidence(75, back=("n2",)), Decision(SupervisorAction.RETURN, "", back=("n2",)))
     again = Journal(str(tmp_path), "7.0")
     assert (again.layout(), again.left_out(), again.silent()) == ((0, ()), {"n1"}, set())
     assert again.has_left_out

@@ -18,7 +18,7 @@ from test_switches import check_stopped, run
 from config import validation
 from config.command_line import parse
 from scripts import requeue
-from supervisor.decisions import Action, Decision, Journal
+from supervisor.decisions import Decision, Journal, SupervisorAction
 from supervisor.evidence import Evidence
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
@@ -205,7 +205,7 @@ def test_a_lost_rank_is_requeued_three_times_without_a_new_checkpoint(tmp_path):
 
     def lose(start: str, kind: str, newest: int | None = None) -> tuple[bool, str]:
         journal = Journal(str(tmp_path), start)
-        journal.add(Evidence(137, kind, newest=newest), Decision(Action.PASS, "a signal"))
+        journal.add(Evidence(137, kind, newest=newest), Decision(SupervisorAction.PASS, "a signal"))
         return requeue.decide(137, tmp_path, job, "7", 2)
 
     assert not lose("7.1", "dead", 4)[0]  # the start before this one
@@ -246,7 +246,9 @@ def test_an_element_of_an_array_is_not_requeued(array, calls, tmp_path):
 @pytest.mark.parametrize("fails", [1, 4])
 def test_a_busy_controller_is_asked_again_and_the_folder_is_that_of_the_config(fails, tmp_path):
     (tmp_path / "run.toml").write_text(f'[run]\nout = "{tmp_path}"\n')
-    Journal(str(tmp_path), "7.0").add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
+    Journal(str(tmp_path), "7.0").add(
+        Evidence(137, "dead"), Decision(SupervisorAction.PASS, "a signal")
+    )
     outcome, _ = requeued(tmp_path, 137, "--config", str(tmp_path / "run.toml"), fails=fails)
     if fails == 1:
         assert outcome.out.startswith("job 7: requeued: a rank was lost (dead), 1 times since")
@@ -300,17 +302,19 @@ def test_batch_files_request_what_their_run_needs(name):
 def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
     """Though a rank was lost; an earlier start's decision does not count."""
     journal = Journal(str(tmp_path), "7.2")
-    journal.add(Evidence(137, "dead"), Decision(Action.STOP, "6 restarts in an hour"))
+    journal.add(Evidence(137, "dead"), Decision(SupervisorAction.STOP, "6 restarts in an hour"))
     job = JOB.format(*RUNNING)
     assert requeue.decide(137, tmp_path, job, "7", 2) == (
         False,
         "the supervisor has stopped it: 6 restarts in an hour",
     )
-    journal.add(Evidence(2, "preflight"), Decision(Action.QUEUE, "n1 cannot be used", ("n1",)))
+    journal.add(
+        Evidence(2, "preflight"), Decision(SupervisorAction.QUEUE, "n1 cannot be used", ("n1",))
+    )
     assert requeue.decide(75, tmp_path, job, "7", 2) == (True, "n1 cannot be used")
     next_job = job.replace("=2 ", "=3 ")
     early = (True, "stopped early, everything is saved")
     assert requeue.decide(75, tmp_path, next_job, "7", 3) == early, "no decision of its own yet"
     later = Journal(str(tmp_path), "7.3")
-    later.add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
+    later.add(Evidence(137, "dead"), Decision(SupervisorAction.PASS, "a signal"))
     assert requeue.decide(137, tmp_path, next_job, "7", 3)[0]
