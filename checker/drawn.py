@@ -12,9 +12,8 @@ from typing import Any
 from config import command_line, validation
 from config.errors import UserError
 from config.examples import examples, needed
-from config.examples import options as declared
 from config.run_options import Data, Training
-from config.schema import ModelShape
+from config.schema import ModelShape, all_options
 
 # For each option, how often it is given, and its values; without values: one of its choices.
 Table = dict[str, list[Any]]
@@ -85,12 +84,12 @@ def _words(chance: random.Random) -> list[str]:
 
 def _of_kind(name: str, flags: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     """Return which of the two an option belongs to."""
-    return keys if declared()[name].metadata["file_only"] else flags
+    return keys if all_options()[name].metadata["file_only"] else flags
 
 
 def _as_given(name: str) -> str:
     """Return an option's name as a flag or a key has it."""
-    return name if declared()[name].metadata["file_only"] else name.replace("_", "-")
+    return name if all_options()[name].metadata["file_only"] else name.replace("_", "-")
 
 
 def _some(chance: random.Random, table: Table) -> dict[str, Any]:
@@ -98,6 +97,6 @@ def _some(chance: random.Random, table: Table) -> dict[str, Any]:
     found = {}
     for name, (often, *values) in table.items():
         if chance.random() < often:
-            choices = declared()[name.replace("-", "_")].metadata["choices"]
+            choices = all_options()[name.replace("-", "_")].metadata["choices"]
             found[name] = chance.choice(values or choices)
     return found

@@ -28,7 +28,7 @@ from config.errors import UserError, nearest, printable
 from config.inherited import Inherited
 from config.regular_files import open_regular
 from config.run_options import Run, as_typed
-from config.schema import GROUPS, Config, ModelShape
+from config.schema import GROUPS, Config, ModelShape, all_options
 from config.stages import StagePlan
 from config.validation import check_shape, check_used, unused_rotary
 
@@ -200,7 +200,7 @@ def _has_other_values(given: Mapping[str, Any]) -> bool:
 
     given: the values of flags by the option's name.
     """
-    options = _options()
+    options = all_options()
     choices = {name: options[name].metadata["choices"] for name in given.keys() & options.keys()}
     return any(choices[name] and given[name] not in choices[name] for name in choices)
 
@@ -241,7 +241,7 @@ def _with_plan(
 
 def _set_keys(words: Collection[str]) -> dict[str, Any]:
     """Return the values of --set KEY=VALUE ... by key, for keys of run files that have no flag."""
-    options = _options()
+    options = all_options()
     values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -356,7 +356,7 @@ def _unknown(what: str, names: list[str]) -> str:
             return sentence
     dashes = "--" if what == "argument" else ""
     options = {name: dashes + name for name in ("config", "model")}
-    for name, field in _options().items():
+    for name, field in all_options().items():
         plain = name.replace("_", "-")
         is_set = dashes and field.metadata["file_only"]
         options[plain] = f"--set {name}=VALUE" if is_set else dashes + plain
@@ -374,7 +374,7 @@ def _without_flag(word: str) -> str:
     flag, _, value = word.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     is_off = name.startswith("no_")
-    field = _options().get(name.removeprefix("no_"))
+    field = all_options().get(name.removeprefix("no_"))
     if not word.startswith("--") or field is None or not field.metadata["file_only"]:
         return ""
     if field.type is bool:
@@ -460,11 +460,6 @@ def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
         del defaults["bias"]
     derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
     return dataclasses.replace(base, **(derived | own))
-
-
-def _options() -> dict[str, dataclasses.Field[Any]]:
-    """Return the dataclass field of every option, by the option's name."""
-    return {f.name: f for cls in GROUPS.values() for f in dataclasses.fields(cls)}
 
 
 def options_help(*groups: str) -> str:
@@ -566,7 +561,7 @@ def _options_of_file(path: str) -> dict[str, Any]:
         else:
             names = ", ".join(f"[{name}]" for name in GROUPS)
             raise UserError(f"--config {path} has an unknown table [{key}]: there are {names}")
-    known = {*_options(), "model"}
+    known = {*all_options(), "model"}
     unknown = [key for _, key, _ in entries if key.replace("-", "_") not in known]
     if unknown:
         article = "an " if len(unknown) == 1 else ""
@@ -591,7 +586,7 @@ def check_option(name: str, value: Any) -> None:
     """Raise UserError if an option's value has a wrong type or is outside the option's limits."""
     if name == "model":
         return _checked("--model", str, value)
-    field = _options()[name]
+    field = all_options()[name]
     flag = as_typed(field)
     meta = field.metadata
     if meta["nargs"]:

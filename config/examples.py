@@ -7,22 +7,14 @@ A new option is tried with these values, so nobody has to write a list of them. 
 or a number that other limits bind, names its own: `option(..., example=VALUE)`.
 """
 
-import dataclasses
 from dataclasses import Field
-from functools import cache
 from typing import Any
 
 from config.errors import UserError
-from config.schema import GROUPS
+from config.schema import all_options
 
 # Numbers that are tried beside the default, as factors of it and by themselves.
 FACTORS, NUMBERS = (2, 0.5), (1, 2, 4, 0.5)
-
-
-@cache
-def options() -> dict[str, Field[Any]]:
-    """Return the declaration of every option, by name."""
-    return {field.name: field for group in GROUPS.values() for field in dataclasses.fields(group)}
 
 
 def examples(field: Field[Any]) -> tuple[Any, ...]:
@@ -57,7 +49,7 @@ def needed(field: Field[Any]) -> dict[str, Any]:
     if needs is None:
         return {}
     for name in needs.options:
-        other = options()[name]
+        other = all_options()[name]
         for value in needs.values or (other.default, *examples(other)):
             if value is not None and needs.is_met_by(value):
                 return needed(other) | {name: value}

@@ -756,6 +756,11 @@ class Config:
 GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": Data, "run": Run}
 
 
+def all_options() -> dict[str, dataclasses.Field[Any]]:
+    """Return the declaration of every option, a dataclass field, by the option's name."""
+    return {field.name: field for group in GROUPS.values() for field in dataclasses.fields(group)}
+
+
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
     """Return the batch sizes by the options; UserError if they are inconsistent.
 

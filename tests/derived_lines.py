@@ -15,8 +15,8 @@ from test_golden import TOLERANCES, lines_of
 
 from config import validation
 from config.errors import UserError
-from config.examples import examples, needed, options
-from config.schema import GROUPS
+from config.examples import examples, needed
+from config.schema import GROUPS, all_options
 
 SECTIONS = ("model", "layout", "training", "data")  # of these options layouts could differ in
 # Options that need no line: the first ones are in every case of golden_worker.py; the next are
@@ -87,7 +87,7 @@ def settings_without_a_line(named: dict[str, set[str]]) -> list[Setting]:
 
 def options_of(section: str) -> list:
     """Return the declarations of a section's options."""
-    return [options()[name] for name in GROUPS[section].__dataclass_fields__]
+    return [all_options()[name] for name in GROUPS[section].__dataclass_fields__]
 
 
 def cases_of(setting: Setting, folder: Path) -> list[dict]:
@@ -96,7 +96,7 @@ def cases_of(setting: Setting, folder: Path) -> list[dict]:
     folder: where corpora are (`write_corpora`). Raise UserError if no case is valid, with what the
     checks say of the first one.
     """
-    field = options()[setting.name]
+    field = all_options()[setting.name]
     also = needed(field)
     if "data" in also:
         also |= {"data": [f"{folder}/a"], "split": "1", "cache": "none"}

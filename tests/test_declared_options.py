@@ -26,8 +26,8 @@ from test_golden import (
 
 from config import command_line
 from config.errors import UserError
-from config.examples import examples, needed, options
-from config.schema import GROUPS
+from config.examples import examples, needed
+from config.schema import GROUPS, all_options
 from config.validation import is_met
 from model import ACTIVATIONS, activation_of
 from schedules.orders import ORDERS
@@ -94,12 +94,12 @@ def test_a_line_that_is_made_is_one_that_could_be_written(tmp_path):
 
 
 def test_every_choice_of_an_activation_and_a_schedule_is_made_somewhere():
-    choices = options()["activation"].metadata["choices"]
+    choices = all_options()["activation"].metadata["choices"]
     for name in choices:
         with_name = command_line.parse([*BASE.split(), "--activation", name]).model
         assert callable(activation_of(with_name)), name
     assert {*ACTIVATIONS} <= {*choices}, "name it in the choices of config/schema.py"
-    choices = options()["schedule"].metadata["choices"]
+    choices = all_options()["schedule"].metadata["choices"]
     assert {*ORDERS} | {"auto"} == {*choices}, "SCHEDULES of config/schema.py names what ORDERS has"
 
 
@@ -108,7 +108,7 @@ def test_every_choice_of_an_activation_and_a_schedule_is_made_somewhere():
 
 def words_of(name: str, value) -> list[str]:
     """An option as it is typed."""
-    if options()[name].metadata["file_only"]:
+    if all_options()[name].metadata["file_only"]:
         return ["--set", f"{name}={json.dumps(value) if isinstance(value, bool) else value}"]
     flag = name.replace("_", "-")
     if isinstance(value, bool):
@@ -122,20 +122,20 @@ def parsed(chosen: dict):
     return command_line.parse([*BASE.split(), *words])
 
 
-NEEDY = [name for name, field in options().items() if field.metadata["needs"]]
+NEEDY = [name for name, field in all_options().items() if field.metadata["needs"]]
 
 
 @pytest.mark.parametrize("name", sorted({*NEEDY} - BY_HAND))
 def test_an_option_is_refused_without_what_its_declaration_needs(name):
     """And taken with it."""
-    field = options()[name]
+    field = all_options()[name]
     needs, values = field.metadata["needs"], examples(field)
     assert values, f"{name}: give its declaration an example=VALUE"
     without = {}  # the options that meet the need by default, with values that do not
     for other in needs.options:
-        default = options()[other].default
+        default = all_options()[other].default
         if default is not None and needs.is_met_by(default):
-            no = [v for v in (needs.above, *examples(options()[other])) if v is not None]
+            no = [v for v in (needs.above, *examples(all_options()[other])) if v is not None]
             without[other] = next(value for value in no if not needs.is_met_by(value))
     with pytest.raises(UserError, match=f"^--(set )?(no-)?{name.replace('_', '-')}|^{name}"):
         parsed(without | {name: values[0]})
@@ -145,7 +145,7 @@ def test_an_option_is_refused_without_what_its_declaration_needs(name):
 
 LIMITED = [
     pytest.param(name, limit, id=f"{name}-{limit}")
-    for name, field in options().items()
+    for name, field in all_options().items()
     for limit in ("minimum", "maximum", "above", "below")
     if field.metadata[limit] is not None
 ]
@@ -153,8 +153,8 @@ LIMITED = [
 
 @pytest.mark.parametrize(("name", "limit"), LIMITED)
 def test_a_number_beyond_the_limit_of_its_declaration_is_refused(name, limit):
-    bound = options()[name].metadata[limit]
+    bound = all_options()[name].metadata[limit]
     step = {"minimum": -1, "maximum": 1, "above": 0, "below": 0}[limit]
-    flag = name if options()[name].metadata["file_only"] else f"--{name.replace('_', '-')}"
+    flag = name if all_options()[name].metadata["file_only"] else f"--{name.replace('_', '-')}"
     with pytest.raises(UserError, match=f"{flag} must be "):
-        parsed({name: options()[name].type(bound + step)})
+        parsed({name: all_options()[name].type(bound + step)})

@@ -14,14 +14,14 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from config.command_line import check_option, parse_request, reshape, to_words
 from config.errors import UserError
 from config.run_options import Run
-from config.schema import GROUPS, Config, Layout, ModelShape
+from config.schema import GROUPS, Config, Layout, ModelShape, all_options
 from config.validation import refusal
 from planner import layouts
 from planner.enumeration import Asked, Rejected
@@ -237,7 +237,7 @@ def choices(option: str) -> list:
         return ["balanced", "blocks", "layers"]
     if option == "sequence_parallel":
         return [False, True]
-    field = next(f for cls in GROUPS.values() for f in fields(cls) if f.name == option)
+    field = all_options()[option]
     return sorted(field.metadata["choices"], key=lambda value: value != field.default)
 
 
