@@ -42,23 +42,23 @@ from typing import Any
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors  # imported first: it prints an error if Python is too old
+from base import errors  # imported first: it prints an error if Python is too old
 
 with errors.installed():
-    from checker.layouts import cover, ranks_of, read, some, to_resume
-    from checker.shrink import shrink, unsaid
+    from base.cli import Parser
+    from base.errors import UserError, nearest
     from config import validation
-    from config.cli import Parser
     from config.command_line import SHAPE, Request, parse_request
-    from config.errors import UserError, nearest
     from config.schema import Config, Layout
     from distributed import local_ranks
     from distributed.placement import allowed_cores
+    from tools.checker.layouts import cover, ranks_of, read, some, to_resume
+    from tools.checker.shrink import shrink, unsaid
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
 ENOUGH = 6  # layouts that tell where a difference comes from
-OWN = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
+OWN: tuple[str, ...] = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
 OWN += ("--at-once", "--cuda", "--cluster")
 OF_TRAIN = ("--layers",)
 # Options that do not go together, and why.
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     Raise UserError if an option is wrong; torch is imported after that.
     """
     if "--cluster" in arguments:
-        from checker.cluster import main as check_cluster  # for the ranks of a launcher
+        from tools.checker.cluster import main as check_cluster  # for the ranks of a launcher
 
         return check_cluster(arguments)
     given, train_arguments = _parser().parse_known_args(arguments)
@@ -135,8 +135,8 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
     began = time.monotonic()
     local_ranks.prepare()
     with errors.installed():
-        from checker.engine import Engine
-        from checker.report import WIDTH, line, verdict
+        from tools.checker.engine import Engine
+        from tools.checker.report import WIDTH, line, verdict
 
     until = began + 60.0 * given.minutes if given.minutes else None
     at_once = given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
@@ -178,12 +178,12 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
 
 def _check_random(given: Namespace, ranks: int, seed: int) -> int:
     """Check runs drawn at random, print those that differ, and return the exit status."""
-    from checker.drawn import drawn
+    from tools.checker.drawn import drawn
 
     local_ranks.prepare()
     with errors.installed():
-        from checker.engine import Engine
-        from checker.report import line, verdict
+        from tools.checker.engine import Engine
+        from tools.checker.report import line, verdict
 
     began = time.monotonic()
     at_once = given.at_once or max(2, len(allowed_cores()) // 2)

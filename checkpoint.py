@@ -20,7 +20,7 @@ from typing import Any
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors  # imported first, because it refuses a Python that is too old
+from base import errors  # imported first, because it refuses a Python that is too old
 from distributed.parent_death import signal_at_parents_death
 
 # The signals that end a process in which a library has crashed.
@@ -54,13 +54,13 @@ if __name__ == "__main__":
         continue_in_child()
 
 with errors.installed():
+    from architecture import tensors
+    from architecture.families import FAMILIES
+    from base.cli import Parser
+    from base.errors import UserError, printable
     from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
-    from config import tensors
-    from config.cli import Parser
     from config.command_line import make_model
-    from config.errors import UserError, printable
-    from config.families import FAMILIES
 
 
 def _checks(manifest: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.errors import UserError
+from base.errors import UserError
 from config.schema import Config, Layout
 from corpora import stage_table
 from corpora.corpus_splits import Corpora, eval_sets
@@ -201,9 +201,9 @@ class Batch:
     count: the number of labels that count in the loss. starts, stops: token q sees the tokens
     starts[q] to stops[q] - 1; positions: each token's position in its document. These three are
     None unless an option needs them (corpora/objectives.py). rows: for each label the number of the
-    continuation that it belongs to, if a pass scores continuations (scoring.py). length: the most
-    tokens of a text in the micro-batch; None: those of a sample. cp: the ranks that share each
-    sample's tokens. whole_labels: the labels of all of them, if there are several.
+    continuation that it belongs to, if a pass scores continuations (inference/scoring.py). length:
+    the most tokens of a text in the micro-batch; None: those of a sample. cp: the ranks that share
+    each sample's tokens. whole_labels: the labels of all of them, if there are several.
     """
 
     tokens: Tensor

@@ -7,7 +7,8 @@ f MLP width, V vocabulary; with tensor parallelism a, g and f are the local a/tp
 Weights are drawn as in GPT-2: from a normal distribution, whose standard deviation is smaller by
 sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream.
 A ParamFactory makes the parameters, which are split over tp, and has the settings of all layers.
-Read parallel.py first; attention is in attention.py and latent_attention.py, the loss in loss.py.
+Read parallel.py first; attention is in layers/attention.py and layers/latent_attention.py, the loss
+in layers/loss.py.
 """
 
 import functools
@@ -19,20 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
-from config.block_attention import BlockAttention
-from config.errors import UserError
-from config.schema import Layout, ModelShape
+from architecture.block_attention import BlockAttention
+from architecture.shape import ModelShape
+from base.errors import UserError
+from config.schema import Layout
 from data import Batch
 from distributed.collectives import reduce_from_tp
-from experts import ExpertMLP
-from latent_attention import LatentAttention
-from loss import cross_entropy, token_scores
+from layers.attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
+from layers.experts import ExpertMLP
+from layers.latent_attention import LatentAttention
+from layers.loss import cross_entropy, token_scores
 from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear, recompute
 from schedules.partition import StageSpec
 
 if TYPE_CHECKING:
-    from local_attention import LocalPositions
+    from layers.local_attention import LocalPositions
 
 
 class Norm(nn.Module):
@@ -423,7 +425,7 @@ def _positions(
     positions = Positions(factory, model, micro_batch, masked, blocks[0])
     if blocks[0].is_plain and all(block == blocks[0] for block in blocks):
         return positions
-    from local_attention import LocalPositions  # imported here: only if blocks differ
+    from layers.local_attention import LocalPositions  # imported here: only if blocks differ
 
     return LocalPositions(factory, model, micro_batch, positions, blocks)
 
@@ -446,7 +448,7 @@ class Stage(nn.Module):
         the coefficient of --z-loss.
 
         The parameters are those that its layers make: they may be others than the options describe
-        (config/tensors.py). Raise UserError if one of them cannot be split, saved or updated.
+        (architecture/tensors.py). Raise UserError if one of them cannot be split, saved or updated.
         """
         super().__init__()
         padded = model.padded_vocab(layout)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
 

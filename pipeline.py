@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from attention import KeyValueCache
 from config.schema import Config
 from data import Batch
 from distributed.collectives import DelayedStart, Handle
+from layers.attention import KeyValueCache
 from model import Stage
 from parallel import ParamFactory
 from schedules.orders import evaluation_of_layout, of_layout

@@ -5,8 +5,8 @@
 
 Options that describe the model, the layout and the training are those of train.py, as flags or in
 a --config FILE; a layout option that is given is held fixed, the others are tried. The planner has
-further flags of its own (planner/flags.py), such as --nodes. `--json` prints the same as data. To
-add a question, add a line to QUESTIONS.
+further flags of its own (tools/planner/flags.py), such as --nodes. `--json` prints the same as
+data. To add a question, add a line to QUESTIONS.
 """
 
 import gc
@@ -25,14 +25,16 @@ from typing import Any, NamedTuple
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors, paths  # imported first, since it ends with an error if Python is too old
-from config.cli import Parser
+from architecture.shape import ModelShape
+from base import errors, paths  # imported first, since it ends with an error if Python is too old
+from base.cli import Parser
+from base.errors import UserError, printable
 from config.command_line import options_help, parse_request
-from config.errors import UserError, printable
-from config.schema import Layout, ModelShape
+from config.schema import Layout
 
 with errors.installed("planning needs no other, `pip install numpy`"):
-    from planner import (
+    from costs import hardware
+    from tools.planner import (
         budget,
         calibration,
         compare,
@@ -40,7 +42,6 @@ with errors.installed("planning needs no other, `pip install numpy`"):
         flags,
         gap,
         growth,
-        hardware,
         layout_questions,
         layout_table,
         model_questions,
@@ -49,8 +50,8 @@ with errors.installed("planning needs no other, `pip install numpy`"):
         run_files,
         shapes,
     )
-    from planner.program import Program
-    from planner.questions import Answer, Question
+    from tools.planner.program import Program
+    from tools.planner.questions import Answer, Question
 
 
 class Kind(NamedTuple):

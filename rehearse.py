@@ -28,14 +28,14 @@ from dataclasses import replace
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors
-from config.cli import Parser
+from base import errors
+from base.cli import Parser
+from base.errors import UserError
+from base.paths import check_file, write_file
 from config.command_line import parse_request
-from config.errors import UserError
-from config.paths import check_file, write_file
 from config.validation import check_any_length
-from emulator import device_guard
-from planner import auto_schedule, hardware
+from costs import auto_schedule, hardware
+from tools.emulator import device_guard
 
 MOST_RANKS = 1_000_000  # largest --gpus
 LINES = 4  # lines that RankProgress prints after its first, if nothing takes long
@@ -83,7 +83,7 @@ def _rehearse(arguments: list[str]) -> int:
         raise UserError(f"{given} is not rehearsed: {why}; plan.py has its memory")
     # This imports torch with a library that lets it run on fake GPUs: no import before may do so.
     device_guard.load()
-    from emulator import answers, rehearsal
+    from tools.emulator import answers, rehearsal
 
     case = rehearsal.RehearsalCase(
         config, options.gpus, nodes, machine.device, options.all_ranks, options.routing

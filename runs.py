@@ -23,13 +23,13 @@ from pathlib import Path
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors, paths  # imported first: it prints an error if Python is too old
+from base import errors, paths  # imported first: it prints an error if Python is too old
 
 with errors.installed():
+    from base.cli import Parser
+    from base.errors import UserError
     from checkpointing.folders import is_checkpoint
-    from config.cli import Parser
-    from config.errors import UserError
-    from numerics import chart, diff, layers, page, run_page, spikes, table
+    from tools.numerics import chart, diff, layers, page, run_page, spikes, table
 
 # The columns of the table of `runs.py list` by which it can be sorted.
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
@@ -61,7 +61,7 @@ def _diff(given: argparse.Namespace) -> int:
         result = diff.compare_restart(given.run_a)
         text = diff.text(result)
     elif is_checkpoint(str(given.run_a)) or is_checkpoint(str(given.run_b)):
-        from numerics import states  # imported here: only checkpoints need h5py
+        from tools.numerics import states  # imported here: only checkpoints need h5py
 
         result = states.compare(given.run_a, given.run_b)
         text = states.text(result)

@@ -28,17 +28,18 @@ from typing import TYPE_CHECKING, Any
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors  # imported first, because it refuses a Python that is too old
+from base import errors  # imported first, because it refuses a Python that is too old
 
 with errors.installed():
+    from architecture.shape import ModelShape
+    from base.cli import Parser
+    from base.errors import UserError, exit_with, printable
+    from base.paths import check_file, write_file
     from checkpointing import folders, model_record
     from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
-    from config.cli import Parser
-    from config.errors import UserError, exit_with, printable
-    from config.paths import check_file, write_file
     from config.run_options import parse_task_files
-    from config.schema import Config, ModelShape
+    from config.schema import Config
     from corpora import sample_order
     from corpora.chat_templates import ChatTemplate
     from corpora.conversation import END_OF_INPUT, Conversation, Lines
@@ -53,7 +54,7 @@ with errors.installed():
 if TYPE_CHECKING:
     import numpy as np
 
-    from decoding import Decoder, SamplingParams
+    from inference.decoding import Decoder, SamplingParams
 
 MAX_TOKENS = 100  # new tokens for each prompt without --max-tokens
 MAX_ANSWER = 1024  # new tokens for each answer of --chat without --max-tokens
@@ -296,9 +297,9 @@ def run(task: SampleTask, context: Context) -> Iterator[str]:
         import data
         import trainer
         from checkpointing.load import load_weights
-        from decoding import Decoder, SamplingParams
+        from inference.decoding import Decoder, SamplingParams
+        from inference.scoring import Scorer
         from optim import precision
-        from scoring import Scorer
 
     precision.check(task.config, context)
     splits = data.build(task.config)

@@ -18,15 +18,15 @@ from argparse import Namespace
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors  # imported first, because it refuses a Python that is too old
+from base import errors  # imported first, because it refuses a Python that is too old
 
 with errors.installed():
-    from config.cli import Parser
+    from base.cli import Parser
+    from base.errors import UserError
     from config.command_line import parse
-    from config.errors import UserError
-    from supervisor.command import Command, read_command
-    from supervisor.fewer import Fewer, Options
-    from supervisor.session import Supervisor
+    from tools.supervisor.command import Command, read_command
+    from tools.supervisor.fewer import Fewer, Options
+    from tools.supervisor.session import Supervisor
 
 
 def main(arguments: list[str]) -> int:

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors  # imported first, because it refuses a Python that is too old
+from base import errors  # imported first, because it refuses a Python that is too old
 from distributed.early_end import StartWatch, ending_all_ranks
 
 watch = StartWatch()
@@ -41,12 +41,11 @@ with ending_all_ranks(watch), errors.installed():
 
     import psutil
 
-    from config import model_stats
+    from base.errors import UserError, exit_with
+    from base.paths import check_paths
     from config.command_line import parse_request
-    from config.errors import UserError, exit_with
     from config.inherited import Inherited
-    from config.paths import check_paths
-    from config.schema import Config
+    from config.schema import Config, elements_of_run
     from config.validation import check
     from distributed.context import prepare
     from distributed.launch import Launch, check_launch, discover
@@ -119,9 +118,9 @@ def check_memory(config: Config) -> None:
     The planner computes a lower bound of the need. Nothing is computed for a run with fewer
     than SMALL_RUN elements. Memory includes swap space.
     """
-    if model_stats.elements_of_run(config) < SMALL_RUN:
+    if elements_of_run(config) < SMALL_RUN:
         return
-    from planner import memory
+    from costs import memory
 
     node_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
     memory.check_fits(memory.least_of_run(config), config, node_bytes)

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor, nn
 
 import data
-from attention import attention_kernel
+from base.errors import UserError
 from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints
-from config.errors import UserError
 from config.learning_rate import rate_at
 from config.past import Past
 from config.schema import Config
 from config.stages import PlacedStage
 from corpora.tasks import TaskSet, read_tasks
-from decoding import Decoder, RunSamples
+from costs.partition_costs import part_costs
 from distributed import preflight
 from distributed.context import Context, start
 from distributed.garbage import collect_after, collecting_between_steps, freeze
@@ -44,14 +43,15 @@ from distributed.stop_conditions import (
     outlook,
 )
 from distributed.store import StoreExchange, first_given
+from inference.decoding import Decoder, RunSamples
+from inference.scoring import Scorer
+from layers.attention import attention_kernel
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
-from planner.partition_costs import part_costs
 from schedules.partition import StageSpec, stage_specs
-from scoring import Scorer
 from telemetry import log_lines, replica_check, run_time, step_stats
 from telemetry.audit import Audit
 from telemetry.log import Log

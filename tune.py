@@ -18,12 +18,12 @@ import sys
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import errors  # imported first, because it refuses a Python that is too old
+from base import errors  # imported first, because it refuses a Python that is too old
 
 with errors.installed():
-    from config.cli import Parser
-    from planner import hardware, risk
-    from tuner.session import Session, StoppedBySignal, raise_on_signals
+    from base.cli import Parser
+    from costs import hardware, risk
+    from tools.tuner.session import Session, StoppedBySignal, raise_on_signals
 
 
 def main(arguments: list[str]) -> None:

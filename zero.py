@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from config.errors import UserError
-from config.schema import BUCKET_ELEMENTS, EMA, Layout, ModelShape, Training
+from architecture.shape import ModelShape
+from base.errors import UserError
+from config.schema import BUCKET_ELEMENTS, EMA, Layout, Training
 from distributed.collectives import Handle
 from optim import update_rules
 from optim.balance import ConstantGroup, RouterBalance

@@ -27,8 +27,8 @@ import threading
 import time
 from pathlib import Path
 
+from base.child_environment import plain_environment
 from checkpointing.folders import folder_name, list_checkpoints, step_of
-from config.child_environment import plain_environment
 
 FOLDER = "after_save"
 NICE = 10  # how much the commands yield to the ranks on this node: see nice(1)

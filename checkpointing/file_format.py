@@ -22,8 +22,8 @@ Global shapes of the tensors (d: head size, f: MLP width, h: hidden size, V: voc
 
     attention.qkv.weight    (kv_heads, heads/kv_heads + 2, d, h)   per key/value head: its queries,
                                                                    then its key, then its value
-    attention.q.weight      (heads, d, h)      latent attention (latent_attention.py), or from the
-    attention.q_b.weight    (heads, d, q_lora_rank)                 latent of queries: per head
+    attention.q.weight      (heads, d, h)                          latent attention, or from the
+    attention.q_b.weight    (heads, d, q_lora_rank)                latent of queries: per head
                                                                    the columns that no position
                                                                    turns, then those it turns
     attention.kv_a.weight   (kv_lora_rank + r, h)                  the latent, then the shared key
@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from isal import isal_zlib  # zlib's CRC-32, several times as fast
 
-from config import regular_files
+from base import regular_files
 
 if TYPE_CHECKING:
     import h5py

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from base.errors import UserError
 from checkpointing.file_format import (
     INDEX,
     RECORD,
@@ -32,7 +33,6 @@ from checkpointing.file_format import (
     is_tokenizer_file,
     open_regular,
 )
-from config.errors import UserError
 from config.run_options import unused_number
 
 VERSION = 1

@@ -27,21 +27,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from architecture import families
+from architecture.families import Family
+from architecture.shape import ModelShape
+from architecture.tensors import canonical_shapes, check_shapes, compare
+from base.errors import UserError
 from checkpointing import file_format, model_record
 from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
 from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
-from config import families
 from config.command_line import make_model
-from config.errors import UserError
-from config.families import Family
-from config.schema import ModelShape
-from config.tensors import canonical_shapes, check_shapes, compare
 
 # ---- Rules ---------------------------------------------------------------------------------------
 
 # A conversion "to ours" takes their tensors and returns ours; "to theirs" takes ours and returns a
-# tuple. config/families.toml has their names for each family of models.
+# tuple. architecture/families.toml has their names for each family of models.
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from typing import Any
 import h5py
 import numpy as np
 
+from architecture import tensors
+from base.errors import UserError
 from checkpointing import folders
 from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
-from config import tensors
 from config.command_line import make_model
-from config.errors import UserError
 from config.past import from_text, to_text
 from config.schema import EMA
 from corpora.hdf5_files import member

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from architecture.shape import ROTARY_OPTIONS
+from base.errors import UserError
 from checkpointing import model_record
 from checkpointing.folders import Chosen
 from checkpointing.index import Index
@@ -33,9 +35,8 @@ from checkpointing.state import (
 )
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
-from config.errors import UserError
 from config.inherited import of_the_run
-from config.schema import EMA, ROTARY_OPTIONS, Config
+from config.schema import EMA, Config
 from config.stages import changes, from_saved
 from corpora.usage import Usage
 from data import Samples

@@ -14,14 +14,14 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from architecture.shape import ModelShape
+from base.errors import UserError
 from checkpointing import model_record
 from checkpointing.folders import folder_name, step_of
 from checkpointing.index import Index
 from checkpointing.state import Progress
 from checkpointing.weights_only import Contents, write_checkpoint
 from config.command_line import make_model
-from config.errors import UserError
-from config.schema import ModelShape
 
 EQUAL, LINEAR, SQRT, EMA = "equal", "linear", "1-sqrt", "ema"
 

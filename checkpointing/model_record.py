@@ -19,12 +19,13 @@ from typing import Any, BinaryIO
 
 from tokenizers import Tokenizer
 
+from architecture import families
+from architecture.shape import ModelShape
+from base.errors import UserError
+from base.regular_files import open_regular
 from checkpointing import file_format, folders
 from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
-from config import families
-from config.errors import UserError
-from config.regular_files import open_regular
-from config.schema import Config, ModelShape
+from config.schema import Config
 from corpora.encoder import END, Encoder
 from corpora.text import find_tokenizer, prefixes_of
 from corpora.tokenizer_files import load_tokenizer, read_object, read_settings

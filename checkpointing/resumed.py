@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from base.errors import UserError
 from checkpointing import folders
 from checkpointing.file_format import INDEX
 from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
 from config.branches import DECAY_SETS, decaying
 from config.command_line import build, check_option, make_model
-from config.errors import UserError
 from config.inherited import Inherited, changed_constants, inherited
 from config.past import Branch, Past, from_text, new_run, to_text
 from config.run_options import Run

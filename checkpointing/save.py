@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
+from base.errors import NO_ROOM, SaveError, UserError
 from checkpointing import folders, model_record
 from checkpointing.after_save import AfterSave
 from checkpointing.file_format import Attributes
@@ -41,7 +42,6 @@ from checkpointing.state import (
     shards_to_write,
 )
 from checkpointing.writer import HostBuffers, PendingSave, Saves, Writer, origin
-from config.errors import NO_ROOM, SaveError, UserError
 from config.past import to_text
 from config.schema import Config
 from data import Samples

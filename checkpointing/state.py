@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from config import model_stats
-from config.errors import UserError
+from architecture import model_stats
+from base.errors import UserError
 from config.schema import EMA, Config
 from corpora.usage import Usage
 from data import Samples

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
+from architecture.shape import ModelShape
+from base.errors import UserError
 from checkpointing import file_format, folders
 from checkpointing.file_format import Shape
 from checkpointing.model_record import ModelRecord
 from checkpointing.state import Progress
 from checkpointing.writer import origin
-from config.errors import UserError
-from config.schema import ModelShape
 
 
 @dataclass(frozen=True)

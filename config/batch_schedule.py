@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from config.errors import UserError
+from base.errors import UserError
 
 # The most samples in a step. Pipeline schedules list the actions for every micro-batch of a step,
 # so a larger step would take too much memory.

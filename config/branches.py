@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from config.errors import UserError
+from base.errors import UserError
 from config.learning_rate import curve_of_run
 from config.past import BegunStage, Past
 from config.run_options import Training

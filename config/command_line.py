@@ -22,13 +22,15 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from architecture.shape import ModelShape
+from base.cli import Parser, check_decoded, number, whole_number
+from base.errors import UserError, nearest, printable
+from base.options import as_typed
+from base.regular_files import open_regular
 from config import stages
-from config.cli import Parser, check_decoded, number, whole_number
-from config.errors import UserError, nearest, printable
 from config.inherited import Inherited
-from config.regular_files import open_regular
-from config.run_options import Run, as_typed
-from config.schema import GROUPS, Config, ModelShape, all_options
+from config.run_options import Run
+from config.schema import GROUPS, Config, all_options
 from config.stages import StagePlan
 from config.validation import check_shape, check_used, unused_rotary
 
@@ -66,7 +68,8 @@ def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str
 
     name: the value of --model, a preset or a file. seq_length: the value of --seq-length, if given.
     """
-    from config import families, spelling
+    from architecture import families
+    from config import spelling
 
     if spelling.means_preset(name):
         return spelling.preset(name), spelling.LACKS[spelling.preset_name(name)]
@@ -293,7 +296,8 @@ def _note_on_model(name: str) -> list[str]:
     """
     if not name:
         return []
-    from config import families, spelling
+    from architecture import families
+    from config import spelling
 
     if spelling.means_preset(name):
         preset = spelling.preset_name(name)
@@ -329,7 +333,7 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     resume = given.get("resume")
     if not isinstance(resume, str):
         return dict(given)
-    from config import families
+    from architecture import families
 
     folder = str(given.get("out", Run.out)) if resume == "auto" else resume
     run_file = families.of_run(folder)

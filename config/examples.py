@@ -10,7 +10,7 @@ or a number that other limits bind, names its own: `option(..., example=VALUE)`.
 from dataclasses import Field
 from typing import Any
 
-from config.errors import UserError
+from base.errors import UserError
 from config.schema import all_options
 
 # Numbers that are tried beside the default, as factors of it and by themselves.

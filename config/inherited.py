@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from architecture.shape import ModelShape
 from config.past import Past
 from config.run_options import LOSS_SCALE, Data, Training
-from config.schema import ModelShape
 from config.stages import StagePlan
 
 # Other spellings of an option, which no finished configuration has.

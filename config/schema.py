@@ -1,11 +1,11 @@
-"""The options of a run (model shape, layout, training) and the axes of the mesh of ranks.
+"""The options of a run's layout, `Config` with all options, and the axes of the mesh of ranks.
 
     config = validation.check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
-Every option is a field of one of five dataclasses: `ModelShape` and `Layout` here, `Training`,
-`Data` and `Run` in run_options.py. command_line.py makes flags, TOML keys and help text from these
-fields; validation.py checks which options go together. A `Config` has one instance of each. The
-axes of the mesh are pp, dp, cp and tp.
+Every option is a field of one of five dataclasses: `ModelShape` in architecture/shape.py, `Layout`
+here, `Training`, `Data` and `Run` in run_options.py. command_line.py makes flags, TOML keys and
+help text from these fields; validation.py checks which options go together. A `Config` has one
+instance of each. The axes of the mesh are pp, dp, cp and tp.
 """
 
 import bisect
@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from architecture.model_stats import parameters
+from architecture.shape import ModelShape
+from base.errors import UserError
+from base.options import option
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
-from config.block_attention import BlockAttention, flags_of
-from config.errors import UserError
 from config.past import Past
-from config.run_options import EXPERTS, ROTARY, Data, Needs, Run, Training, option
+from config.run_options import Data, Run, Training
 from config.stages import PlacedStage, StagePlan, place
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
@@ -38,8 +40,6 @@ BUCKETS, LEAST_BUCKET = 8, 2**20
 # kernels: 17 MB in a GPU's L2 cache (40 MB from A100 on), or 0.5 MB in the L2 cache of a CPU core.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
 
-# Activations of MLPs with a gate, which have two matrices that read the input.
-GATED = ("swiglu", "geglu", "clamped_swiglu")
 
 # Names of pipeline schedules: schedules/orders.py builds them; auto stands for the fastest of them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
@@ -57,384 +57,6 @@ def bucket_elements(held: float, most: int = BUCKET_ELEMENTS, least: int | None 
 
 # ---- The model and its layout --------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A GPT's architecture: all that determines its parameters and FLOPs.
-
-    Fields left at None are derived from the others, so no field of a finished shape is None.
-    """
-
-    layers: int = option(None, "transformer blocks", minimum=1, maximum=10_000)
-    hidden: int = option(None, "width of the residual stream", minimum=1)
-    heads: int = option(None, "attention heads", minimum=1)
-    kv_heads: int = option(None, "KV heads (GQA), default: heads", minimum=1)
-    ffn_hidden: int = option(None, "MLP width, default: 4 x hidden, SwiGLU 8/3 x hidden", minimum=1)
-    seq_length: int = option(1024, "tokens in a sample", minimum=1)
-    max_positions: int = option(
-        None,
-        "learned positions, default: seq-length",
-        minimum=1,
-        needs=Needs(("positions",), ("learned",)),
-        file_only=True,
-    )
-    vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
-    positions: str = option(
-        "learned",
-        "position embeddings: learned, ALiBi, or RoPE (rotary)",
-        choices=("learned", "alibi", "rotary"),
-    )
-    norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
-    norm_plus_one: bool = option(
-        False,
-        "RMSNorms multiply by 1 + weight, as Gemma's do",
-        needs=Needs(("norm",), ("rmsnorm",)),
-        file_only=True,
-    )
-    activation: str = option(
-        "gelu_tanh",
-        f"MLP activation; {', '.join(GATED)} have a gate",
-        choices=("gelu", "gelu_tanh", "relu", *GATED),
-    )
-    swiglu_alpha: float = option(
-        1.702,
-        "factor in the sigmoid of clamped_swiglu",
-        above=0.0,
-        needs=Needs(("activation",), ("clamped_swiglu",)),
-        file_only=True,
-    )
-    swiglu_limit: float = option(
-        7.0,
-        "limit of clamped_swiglu's gate and input",
-        above=0.0,
-        needs=Needs(("activation",), ("clamped_swiglu",)),
-        file_only=True,
-    )
-    bias: bool = option(None, "biases in the linear layers; default: yes, with experts no")
-    embedding_norm: bool = option(
-        False, "normalise the embedding's output, as BLOOM does", file_only=True
-    )
-    embedding_scaled: bool = option(
-        False,
-        "multiply the embedding's output by the root of hidden, as Gemma does",
-        file_only=True,
-    )
-    tied: bool = option(True, "the output head shares the embedding's weights")
-    norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0, file_only=True)
-    rotary_base: float = option(
-        10000.0,
-        "RoPE base (theta)",
-        above=0.0,
-        needs=ROTARY,
-        file_only=True,
-    )
-    rotary_fraction: float = option(
-        1.0,
-        "share of each head that RoPE rotates",
-        above=0.0,
-        maximum=1.0,
-        needs=ROTARY,
-        file_only=True,
-        not_latent=True,
-    )
-    rotary_scaling: str = option(
-        "none",
-        "RoPE scaling: none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, yarn:... or "
-        "longrope:... (docs/models.md)",
-        needs=ROTARY,
-        file_only=True,
-    )
-    rotary_blocks: str = option(
-        "all",
-        "blocks with RoPE: all, N:M (N with, then M without), or a list 1,1,0,...",
-        needs=ROTARY,
-        file_only=True,
-        not_latent=True,
-    )
-    window: int = option(
-        0,
-        "sliding window, in tokens, the token itself included; 0: none",
-        minimum=0,
-        file_only=True,
-        not_latent=True,
-    )
-    window_blocks: str = option(
-        "all",
-        "blocks with the window: all, none, N:M (N with, then M without), or a list 1,1,0,...",
-        needs=Needs(("window",), above=0, is_key=True),
-        file_only=True,
-    )
-    window_rotary_base: float = option(
-        None,
-        "RoPE base of the blocks with a window, default: rotary_base",
-        above=0.0,
-        needs=Needs(("window",), above=0, is_key=True),
-        file_only=True,
-    )
-    window_rotary_scaling: str = option(
-        None,
-        "RoPE scaling of the blocks with a window, default: rotary_scaling",
-        needs=Needs(("window",), above=0, is_key=True),
-        file_only=True,
-    )
-    sinks: bool = option(
-        False,
-        "attention sinks: a learned logit of each head in the softmax",
-        file_only=True,
-        not_latent=True,
-    )
-    attention_softcap: float = option(
-        0.0,
-        "soft cap c of attention scores x: c tanh(x / c); 0: none",
-        minimum=0.0,
-        file_only=True,
-        not_latent=True,
-    )
-    logit_softcap: float = option(
-        0.0,
-        "soft cap c of the output logits x: c tanh(x / c); 0: none",
-        minimum=0.0,
-        file_only=True,
-    )
-    query_scalar: float = option(
-        None,
-        "attention's scores are divided by its root, default: head_size; head_size squared: muP",
-        above=0.0,
-        file_only=True,
-    )
-    head_size: int = option(
-        None, "width of a head, default: hidden / heads", minimum=1, file_only=True
-    )
-    qkv_bias: bool = option(
-        None, "biases of queries, keys and values, default: as --bias", file_only=True
-    )
-    qk_norm: str = option(
-        "none",
-        "RMSNorm of queries and keys: per head, or over all heads",
-        choices=("none", "head", "full"),
-        file_only=True,
-        not_latent=True,
-    )
-    block: str = option(
-        "pre-norm",
-        "norms before attention and MLP, after, or both (sandwich); parallel: before, both read "
-        "the block's input",
-        choices=("pre-norm", "post-norm", "sandwich", "parallel"),
-    )
-    experts: int = option(1, "experts per MoE layer (1 = dense model)", minimum=1)
-    experts_per_token: int = option(
-        None, "experts per token (top-k), default: 2 in an MoE model", minimum=1
-    )
-    expert_ffn_hidden: int = option(
-        None, "expert MLP width, default: ffn-hidden", minimum=1, needs=EXPERTS
-    )
-    first_dense_layers: int = option(
-        0,
-        "dense layers before the first MoE layer, with MLPs of ffn-hidden",
-        minimum=0,
-        needs=EXPERTS,
-        file_only=True,
-    )
-    expert_interval: int = option(
-        1,
-        "every Nth layer is an MoE layer, after the first dense ones",
-        minimum=1,
-        needs=EXPERTS,
-        file_only=True,
-    )
-    router: str = option("softmax", "router scores", choices=("softmax", "sigmoid"))
-    router_normalised: bool = option(
-        True, "normalise the weights of a token's top-k experts to sum to 1", file_only=True
-    )
-    router_scale: float = option(
-        1.0, "scaling factor of the top-k weights", above=0.0, file_only=True
-    )
-    router_groups: int = option(
-        1, "expert groups (group-limited routing)", minimum=1, file_only=True
-    )
-    router_bias: bool = option(
-        False,
-        "a learned bias of each expert's logit in the router",
-        needs=EXPERTS,
-        file_only=True,
-    )
-    router_groups_per_token: int = option(
-        1, "expert groups that a token may use (top-k groups)", minimum=1, file_only=True
-    )
-    shared_ffn_hidden: int = option(
-        0,
-        "shared expert MLP width; 0: no shared expert",
-        minimum=0,
-        file_only=True,
-    )
-    shared_gate: bool = option(False, "sigmoid gate of the shared expert", file_only=True)
-    kv_lora_rank: int = option(
-        0,
-        "width of the latent of keys and values (multi-head latent attention); 0: none",
-        minimum=0,
-        file_only=True,
-    )
-    q_lora_rank: int = option(
-        0,
-        "width of the latent of queries; 0: none, queries come from the hidden state",
-        minimum=0,
-        file_only=True,
-    )
-    qk_nope_head_dim: int = option(
-        0,
-        "columns of a head's query and key without RoPE, with kv_lora_rank",
-        minimum=0,
-        file_only=True,
-    )
-    qk_rope_head_dim: int = option(
-        0,
-        "columns of a head's query, and of the key that all heads share, with RoPE",
-        minimum=0,
-        file_only=True,
-    )
-    v_head_dim: int = option(
-        0, "width of a head's value, with kv_lora_rank", minimum=0, file_only=True
-    )
-
-    def __post_init__(self) -> None:
-        """Derive the fields that are None; UserError if layers, hidden or heads is not given."""
-        missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
-        if missing:
-            flags = ", ".join(f"--{n}" for n in missing)
-            raise UserError(f"the model has no {flags}: give them, or --model PRESET")
-        for name, value in (self.derived() | {"max_positions": self.seq_length}).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-
-    def derived(self) -> dict[str, Any]:
-        """Return the default values of the fields whose defaults depend on other fields."""
-        head = {"head_size": self.hidden // self.heads, "kv_heads": self.heads}
-        bias = self.experts == 1 if self.bias is None else self.bias
-        if self.is_latent:
-            head["head_size"] = self.qk_nope_head_dim + self.qk_rope_head_dim
-            bias = False  # of the projections of queries, keys and values
-        experts = {"bias": self.experts == 1, "experts_per_token": min(2, self.experts)}
-        default = self.default_ffn()
-        widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
-        attention = {
-            "query_scalar": float(self.head_size or head["head_size"]),
-            "window_rotary_base": self.rotary_base,
-            "window_rotary_scaling": self.rotary_scaling,
-        }
-        return head | widths | experts | attention | {"qkv_bias": bias}
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether attention is multi-head latent attention (arXiv 2405.04434, section 2.1)."""
-        return self.kv_lora_rank > 0
-
-    def default_ffn(self) -> int:
-        """Return the default width of an MLP: 4 h; with a gate 8/3 h, up to a multiple of 64."""
-        if self.activation not in GATED:
-            return 4 * self.hidden
-        return -(-8 * self.hidden // (3 * 64)) * 64  # rounded up to a multiple of 64
-
-    @property
-    def rotary_width(self) -> int:
-        """The number of columns of a head that rotary positions turn."""
-        if self.is_latent:
-            return self.qk_rope_head_dim
-        return int(self.head_size * self.rotary_fraction)
-
-    @property
-    def value_size(self) -> int:
-        """The columns of a head's value; with latent attention they may be fewer than the key's."""
-        return self.v_head_dim if self.is_latent else self.head_size
-
-    @property
-    def kernel_head_size(self) -> int:
-        """The columns of a head that attention's kernels compute with.
-
-        Queries and keys, or values, are padded with zeros to the wider of the two.
-        """
-        return max(self.head_size, self.value_size)
-
-    @property
-    def query_width(self) -> int:
-        """The columns of the queries of all heads."""
-        return self.heads * self.head_size
-
-    @property
-    def attention_width(self) -> int:
-        """The columns of the attention's output: the values of all heads."""
-        return self.heads * self.value_size
-
-    @property
-    def qkv_width(self) -> int:
-        """The columns of queries, keys and values together, as attention's kernels take them."""
-        return (self.heads + 2 * self.kv_heads) * self.kernel_head_size
-
-    @property
-    def up_matrices(self) -> int:
-        """The number of matrices that read an MLP's input: 2 with a gate, as in SwiGLU, or 1."""
-        return 2 if self.activation in GATED else 1
-
-    @property
-    def up_width(self) -> int:
-        """The columns of the MLP's first matrix; SwiGLU's gates double their number."""
-        return self.ffn_hidden * self.up_matrices
-
-    @property
-    def mlps(self) -> tuple[int, int]:
-        """The number of experts in a block, and the number of experts that compute each token.
-
-        (1, 1) for a model without experts. The shared MLP does not count.
-        """
-        return self.experts, self.experts_per_token
-
-    def has_experts(self, block: int) -> bool:
-        """Return whether the block with number `block`, from 0, has experts in place of one MLP.
-
-        With expert_interval 2 these are the blocks 1, 3, 5, ..., without the first dense layers.
-        """
-        if self.experts == 1 or block < self.first_dense_layers:
-            return False
-        return (block + 1) % self.expert_interval == 0
-
-    def has_window(self, block: int) -> bool:
-        """Return whether the block with number `block`, from 0, has a window, however long."""
-        return self.window > 0 and flags_of(self.window_blocks, self.layers)[block]
-
-    def attention_of(self, block: int) -> BlockAttention:
-        """Return what attention does in the block with number `block`, from 0.
-
-        A window that is as long as a sample changes nothing, and is left out.
-        """
-        windowed = self.has_window(block)
-        rotary = self.positions == "rotary" and flags_of(self.rotary_blocks, self.layers)[block]
-        return BlockAttention(
-            window=self.window if windowed and self.window < self.seq_length else 0,
-            rotary=rotary,
-            rotary_base=self.window_rotary_base if windowed else self.rotary_base,
-            rotary_scaling=self.window_rotary_scaling if windowed else self.rotary_scaling,
-            softcap=self.attention_softcap,
-            sinks=self.sinks,
-        )
-
-    @property
-    def has_kinds(self) -> bool:
-        """Whether blocks may differ in parameters or FLOPs: by experts, or by windows."""
-        is_windowed = 0 < self.window < self.seq_length
-        return self.experts > 1 or (is_windowed and self.window_blocks not in ("all", "none"))
-
-    def padded_vocab(self, layout: "Layout") -> int:
-        """Return the number of rows that the vocabulary's matrices have with their padding.
-
-        It is vocab_size rounded up to a multiple of pad_vocab_multiple x tp.
-        """
-        multiple = layout.pad_vocab_multiple * layout.tp
-        return -(-self.vocab_size // multiple) * multiple
-
-
-# The options of the model that change nothing unless --positions is rotary.
-ROTARY_OPTIONS = tuple(
-    field.name for field in dataclasses.fields(ModelShape) if field.metadata["needs"] == ROTARY
-)
 
 # The axes of the mesh of ranks, the slowest first: neighbouring ranks differ in tp.
 AXES = ("pp", "dp", "cp", "tp")
@@ -783,3 +405,19 @@ def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
             f"{' '.join(map(str, steps))}: leave it out"
         )
     return batches.by_tokens(steps, seq_length)
+
+
+def elements_of_run(config: Config) -> int:
+    """Return an estimate of the numbers that a run on one rank holds at once.
+
+    They are the weights, the inputs of the blocks and the logits of a micro-batch, and the order of
+    the samples. The vocabulary's matrix is counted once more, with its padding. train.py compares
+    the estimate with a limit: only a run that is not small is checked against the node's memory
+    before it starts.
+    """
+    model = config.model
+    vocabulary = max(model.vocab_size, config.layout.pad_vocab_multiple)
+    tokens = config.layout.micro_batch_size * model.seq_length
+    activations = tokens * (vocabulary + model.hidden * model.layers)
+    samples = max([*config.ordered, config.total_samples]) + config.data.eval_samples
+    return parameters(model) + vocabulary * model.hidden + activations + samples

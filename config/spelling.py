@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import batch_schedule, families
-from config.cli import Parser
-from config.errors import UserError, nearest
+from architecture import families
+from architecture.shape import ModelShape
+from base.cli import Parser
+from base.errors import UserError, nearest
+from config import batch_schedule
 from config.past import Past
-from config.schema import ModelShape
 
 NAMES = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
 # A word of the command line that begins so is a flag; a negative number, such as -1, is a value.

@@ -33,9 +33,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from base.cli import whole_number
+from base.errors import UserError, nearest
 from config.batch_schedule import LARGEST
-from config.cli import whole_number
-from config.errors import UserError, nearest
 from config.past import BegunStage, Past
 
 # Keys of a stage that say how its rate goes; without one, the rate of the run goes on.

@@ -12,10 +12,13 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from config.block_attention import flags_of
-from config.errors import UserError
-from config.run_options import Needs, Run, as_typed, parse_eval_sets, parse_task_files
-from config.schema import ELEMENTWISE, ROTARY_OPTIONS, Config, Layout, ModelShape, Training
+from architecture.block_attention import flags_of
+from architecture.rotary_scaling import rotary_scaling
+from architecture.shape import ROTARY_OPTIONS, ModelShape
+from base.errors import UserError
+from base.options import Needs, as_typed
+from config.run_options import Run, parse_eval_sets, parse_task_files
+from config.schema import ELEMENTWISE, Config, Layout, Training
 from config.stages import prefixes_of
 
 
@@ -177,47 +180,6 @@ def _check_latent(model: ModelShape) -> None:
     for name, (value, only) in needed.items():
         if value != only:
             raise UserError(f"{latent} needs {name} {only}, not {value}")
-
-
-# For each kind of rotary_scaling, the names that its numbers have in config.json, in order.
-# Those of longrope are two numbers and two lists.
-_LENGTH = "original_max_position_embeddings"
-ROTARY_SCALING = {
-    "none": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
-    "yarn": ("factor", "beta_fast", "beta_slow", _LENGTH, "attention_factor", "truncate"),
-    "longrope": (_LENGTH, "attention_factor", "short_factor", "long_factor"),
-}
-
-
-def rotary_scaling(text: str) -> tuple[str, list[float]]:
-    """Return the kind and the numbers of rotary_scaling; UserError if the text is malformed.
-
-    The numbers of longrope are POSITIONS, ATTENTION, then as many short factors as long factors.
-    """
-    kind, *parts = text.split(":")
-    with contextlib.suppress(ValueError):
-        numbers = [float(number) for part in parts for number in part.split(",")]
-        is_known = kind in ROTARY_SCALING and len(parts) == len(ROTARY_SCALING[kind])
-        if kind == "longrope" and is_known:
-            lengths = [len(part.split(",")) for part in parts]
-            is_known = lengths[:2] == [1, 1] and lengths[2] == lengths[3]
-        elif is_known:
-            is_known = len(numbers) == len(parts)
-        above_zero = numbers
-        if kind == "yarn" and is_known:
-            is_known = numbers[-1] in (0, 1)
-            above_zero = numbers[:-1]
-        if is_known and all(0 < number < math.inf for number in above_zero):
-            if kind == "llama3" and numbers[1] >= numbers[2]:
-                raise UserError(f"rotary_scaling {text}: LOW must be below HIGH")
-            return kind, numbers
-    raise UserError(
-        "rotary_scaling is none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, "
-        "yarn:FACTOR:FAST:SLOW:POSITIONS:ATTENTION:TRUNCATE (0 or 1) or longrope:POSITIONS:"
-        f"ATTENTION:SHORT,...:LONG,... with numbers above 0 like llama3:8:1:4:8192, not {text!r}"
-    )
 
 
 def check_split(model: ModelShape, layout: Layout) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.mapped_files import ArrayCache, CachedArrays
 from corpora.sample_order import Continued, GPTSamples, TextSpan
 

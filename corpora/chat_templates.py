@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from config.errors import UserError
+from base.errors import UserError
 
 SECONDS = 5  # of a core, for a conversation
 MEMORY = 512 << 20  # bytes, beyond those of the process before it has a template

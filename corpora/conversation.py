@@ -13,8 +13,8 @@ import sys
 import threading
 from typing import Any
 
-from config.cli import check_decoded
-from config.errors import UserError
+from base.cli import check_decoded
+from base.errors import UserError
 from corpora.chat_templates import ChatTemplate
 from corpora.text import Text
 

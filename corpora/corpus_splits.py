@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from config.errors import UserError
+from base.errors import UserError
 from config.run_options import parse_eval_sets
 from config.schema import Config
 from corpora.blends import (

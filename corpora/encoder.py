@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from tokenizers import Encoding, Tokenizer
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.tokenizer_files import Settings
 
 END = "<|endoftext|>"  # ends a document, unless the tokenizer or the user names another token

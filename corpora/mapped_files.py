@@ -34,8 +34,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from config.errors import UserError
-from config.regular_files import open_regular
+from base.errors import UserError
+from base.regular_files import open_regular
 
 FORMAT = 2  # the version of an entry's format: entries of another version are not used
 HEADER_BYTES = 256  # more than the header of a .npy file with few dimensions

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config.errors import UserError
+from base.errors import UserError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
 from corpora.streams import Staged

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.errors import UserError
+from base.errors import UserError
 from config.run_options import EvalSet, parse_eval_sets
 from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDataset, check_pair

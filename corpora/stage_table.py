@@ -6,7 +6,7 @@ repeated(readings, plan)              only the notes: corpora that are read too 
 
 from dataclasses import dataclass
 
-from config.errors import UserError
+from base.errors import UserError
 from config.schema import Config
 from config.stages import PlacedStage, StagePlan
 from corpora.corpus_splits import Corpora

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.errors import UserError
+from base.errors import UserError
 from config.run_options import TaskFile, parse_task_files
 from config.schema import Config
 from corpora.objectives import NO_TARGET

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
-from config.cli import check_decoded
-from config.errors import UserError
+from base.cli import check_decoded
+from base.errors import UserError
 from config.schema import Config
 from corpora.blends import parse_blend
 from corpora.encoder import Encoder

@@ -38,8 +38,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from config.errors import UserError
-from config.regular_files import open_regular
+from base.errors import UserError
+from base.regular_files import open_regular
 
 if TYPE_CHECKING:
     import h5py

@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config.errors import UserError
-from config.regular_files import open_regular
+from base.errors import UserError
+from base.regular_files import open_regular
 from corpora.mapped_files import ArrayCache, MappedFile
 
 MAGIC = b"MMIDIDX\0\0"

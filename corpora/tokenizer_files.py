@@ -17,8 +17,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from config.errors import UserError
-from config.regular_files import MOST_OF_TOKENIZER, read_regular
+from base.errors import UserError
+from base.regular_files import MOST_OF_TOKENIZER, read_regular
 
 NAME = "tokenizer.json"
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from config.errors import NodeError, UserError, leave_end
+from base.errors import NodeError, UserError, leave_end
 from config.run_options import Run
 from distributed.early_end import SECONDS_TO_FLUSH, ending_all_ranks
 from distributed.launch import Launch, job_nodes

@@ -22,7 +22,7 @@ first chunks in rank order, then the second chunks in reverse rank order, are in
     n = 2: rank 0 has chunks 0 3, rank 1 has chunks 1 2; first chunks 0 1, second 3 2, reversed 2 3
 
 Shapes at line ends: s tokens of this rank, b samples, a heads of size d, g key/value heads.
-Read attention.py (Attention.forward) before this file.
+Read layers/attention.py (Attention.forward) before this file.
 """
 
 from collections.abc import Callable
@@ -180,9 +180,9 @@ def chunk_kernel(q: Tensor) -> str:
     """Return the name of torch's kernel that `causal_attention` runs for these queries.
 
     It depends on the dtype, the head size d and the device of q, (..., d). The log names the kernel
-    too (attention.py). On Hopper (compute capability 9.0: H100, H200) cuDNN's kernel is faster than
-    torch's flash attention, 353 for 198 TFLOP/s on an H100; it takes heads of up to 128 numbers, a
-    multiple of 8, and may be turned off by torch.backends.cuda.enable_cudnn_sdp.
+    too (layers/attention.py). On Hopper (compute capability 9.0: H100, H200) cuDNN's kernel is
+    faster than torch's flash attention, 353 for 198 TFLOP/s on an H100; it takes heads of up to 128
+    numbers, a multiple of 8, and may be turned off by torch.backends.cuda.enable_cudnn_sdp.
     """
     if not q.is_cuda:
         return "flash_attention"

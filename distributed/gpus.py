@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed.launch import Local
 from distributed.placement import SHARE_FOR_TESTS, Place, shared_gpus
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed.early_end import StartWatch, node_name
 from distributed.other_launchers import stated_by
 from distributed.placement import allowed_cores, threads_asked_for

@@ -21,7 +21,7 @@ nodes (0, 1), (2, 3), and across them (0, 2), (1, 3), the ranks with the same pl
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from config import dispatch
+from architecture import dispatch
 from config.schema import AXES, Config, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.context import Context

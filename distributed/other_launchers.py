@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config.errors import printable
+from base.errors import printable
 
 # The first words of variables of launchers that give a rank, but not the number of ranks.
 ONLY_RANKS = ("PALS",)

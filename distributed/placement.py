@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config import dispatch
-from config.errors import UserError, number_ranges
-from config.schema import Layout, ModelShape, rows_along
+from architecture import dispatch
+from architecture.shape import ModelShape
+from base.errors import UserError, number_ranges
+from config.schema import Layout, rows_along
 
 Say = Callable[[str], None]  # prints a line on rank 0
 
@@ -69,7 +70,7 @@ def nodes_sent_once(
     """Return a group's ranks on each node if a token is sent once to each node, else [].
 
     ranks: a group of experts. nodes: as for `ranks_of_nodes`. sends_once: whether a group that is
-    placed evenly on so many nodes sends one copy (config/dispatch.py).
+    placed evenly on so many nodes sends one copy (architecture/dispatch.py).
     """
     rows = ranks_of_nodes(ranks, nodes)
     return rows if len(rows) > 1 and sends_once(len(rows)) else []

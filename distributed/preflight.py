@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 import torch
 
-from config.errors import NOT_WRITTEN, NodeError, UserError
+from base.errors import NOT_WRITTEN, NodeError, UserError
 from config.run_options import Run
 from config.schema import Config
 from distributed import placement

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from config.errors import UserError, exit_with
+from base.errors import UserError, exit_with
 from config.run_options import Run
 from distributed import gpus, placement
 from distributed.early_end import SECONDS_TO_MEET, node_name

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed.early_end import node_name
 
 HELD = (errno.EACCES, errno.EAGAIN)  # errors of lockf when another process has the lock
@@ -25,8 +25,8 @@ BYTES = 1024  # the most bytes that are read of the text in OUT/.lock, which nam
 def in_use(out: str) -> bool:
     """Return whether another process has the lock of the folder `out`.
 
-    The supervisor asks this before it starts ranks, and numerics/record.py to tell whether a run is
-    running. If this user cannot write the lock's file, the answer is not known and is False.
+    The supervisor asks this before it starts ranks, and tools/numerics/record.py to tell whether a
+    run is running. If this user cannot write the lock's file, the answer is not known and is False.
     """
     try:
         file = open(Path(out, ".lock"), "r+b")  # noqa: SIM115

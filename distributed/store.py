@@ -52,7 +52,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from config.errors import NetworkError, NodeError, UserError
+from base.errors import NetworkError, NodeError, UserError
 from distributed.early_end import node_name
 from distributed.launch import Launch, Local
 from watchdog.flight_recorder import FlightRecorder

@@ -7,7 +7,7 @@ A row is the hidden state of one token for one expert, (h,): a token with k expe
         --order_by_expert--> rows by expert, then rank
 
 Repeat and Permute put the rows into these orders, also on a single rank.
-experts.py calls these functions; read it first.
+layers/experts.py calls these functions; read it first.
 
 An order is a permutation, (n,): row i of x[order] is row order[i] of x. For 2 tokens with k = 2
 experts each, the numbers of the rows are 0 1 (token 0) and 2 3 (token 1), so a row's token is its

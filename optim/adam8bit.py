@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config.errors import UserError
+from base.errors import UserError
 from optim.precision import BLOCK
 
 

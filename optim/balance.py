@@ -12,7 +12,8 @@ current global batch are known only after its last forward pass, which comes aft
 backward pass. All sums over ranks here are sums of integers, which no order of the ranks changes.
 
 A row is one token at one of its k experts; the load of an expert is its number of rows over the
-mean of all experts. b samples, T tokens of this rank, E experts of a block. Read experts.py first.
+mean of all experts. b samples, T tokens of this rank, E experts of a block. Read layers/experts.py
+first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config.schema import EMA, ModelShape, Training
+from architecture.shape import ModelShape
+from config.schema import EMA, Training
 from distributed.mesh import Mesh
 from distributed.token_exchange import occurrences
-from experts import Router, RouterOutput
-from loss import add_gradient_of
+from layers.experts import Router, RouterOutput
+from layers.loss import add_gradient_of
 from optim.buckets import Key, ParamGroup, ParamShard
 from parallel import ParamFactory
 

@@ -6,7 +6,7 @@ it is infinite or NaN. An overflow on any rank skips the update on all ranks: ze
 the gradient norm, which is not finite then, and which every rank computes in any case.
 """
 
-from config.errors import UserError
+from base.errors import UserError
 from config.run_options import LOSS_SCALE, DynamicScale, Training
 
 

@@ -4,12 +4,12 @@
     check(config, context)                        raises UserError if this rank's GPU lacks it
     dtype = DTYPES[config.training.precision]
 
-planner/hardware.py applies the same rule to the machine that a plan is made for.
+costs/hardware.py applies the same rule to the machine that a plan is made for.
 """
 
 import torch
 
-from config.errors import UserError
+from base.errors import UserError
 from config.schema import Config
 from distributed.context import Context
 from distributed.store import StoreExchange, first_given

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from config.errors import UserError
+from base.errors import UserError
 from config.schema import Training
 from optim import precision
 from parallel import ParamSpec

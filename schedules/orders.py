@@ -215,7 +215,7 @@ ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
 def of_layout(layout: Layout, micro_batches: int) -> Schedule:
     """Return the validated training schedule of a layout, which the pipeline executes.
 
-    The layout's --schedule must not be auto: planner/auto_schedule.py replaces auto before.
+    The layout's --schedule must not be auto: costs/auto_schedule.py replaces auto before.
     """
     return build(layout.schedule, layout.pp, micro_batches, layout.stages_per_rank)
 

@@ -8,7 +8,7 @@ last stage the head. Each pipeline rank holds one stage or several. A partition 
 blocks of each stage.
 
 The time of each part is given as `PartCosts`. A run and a plan take it from the planner
-(planner/partition_costs.py).
+(costs/partition_costs.py).
 """
 
 import heapq
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from config import model_stats
-from config.schema import Layout, ModelShape
+from architecture import model_stats
+from architecture.shape import ModelShape
+from config.schema import Layout
 from config.validation import explicit_partition
 
 

@@ -22,16 +22,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import errors  # first: it ends a Python that is too old
+from base import errors  # first: it ends a Python that is too old
 
 with errors.installed():
     import numpy as np
 
+    from base.cli import Parser, check_decoded
+    from base.errors import UserError, exit_with, printable
+    from base.paths import check_folder
     from checkpointing.resumed import inherited_options
-    from config.cli import Parser, check_decoded
     from config.command_line import parse_request
-    from config.errors import UserError, exit_with, printable
-    from config.paths import check_folder
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.token_files import checksums_of, token_type_of, write_index
 from scripts import documents
 from scripts.documents import TextPiece

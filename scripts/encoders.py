@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.encoder import END, Encoder
 from corpora.tokenizer_files import NAME, Settings, load_tokenizer, read_settings
 

@@ -19,12 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import errors  # first: it ends a Python that is too old
+from base import errors  # first: it ends a Python that is too old
 
 with errors.installed():
-    from config.cli import Parser
-    from config.errors import UserError
-    from config.paths import check_folder, write_file
+    from base.cli import Parser
+    from base.errors import UserError
+    from base.paths import check_folder, write_file
     from scripts.corpus import run
 
 FEWSHOT_SEED = 1234  # the seed of lm_eval's own program for the examples in prompts

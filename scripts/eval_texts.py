@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import errors  # first: it ends a Python that is too old
+from base import errors  # first: it ends a Python that is too old
 
 with errors.installed():
-    from config.cli import Parser
-    from config.errors import UserError
+    from base.cli import Parser
+    from base.errors import UserError
     from corpora.encoder import Encoder
     from corpora.text_sources import BadTexts, damage_named, texts_of
     from corpora.tokenizer_files import NAME, load_tokenizer, read_settings

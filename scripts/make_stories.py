@@ -16,8 +16,8 @@ from pathlib import Path
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.cli import Parser, whole_number
-from config.errors import UserError, exit_with
+from base.cli import Parser, whole_number
+from base.errors import UserError, exit_with
 
 GIRLS = ("Anna", "Mia", "Lily", "Nora", "Emma", "Zoe", "Clara", "Ida", "Ruth", "Maya")
 BOYS = ("Tom", "Ben", "Max", "Leo", "Sam", "Finn", "Paul", "Jack", "Otto", "Noah")

@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from config.errors import UserError
+from base.errors import UserError
 
 # In the order of publishing: without an index there is no pair.
 NAMES = ("tokenizer.json", "tokenizer_config.json", "bad.txt", "bin", "idx", "sha256")

@@ -11,14 +11,14 @@ from typing import Any
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import errors  # first: it ends a Python that is too old
+from base import errors  # first: it ends a Python that is too old
 
 with errors.installed():
     import numpy as np
 
-    from config.cli import Parser
-    from config.paths import check_folder, write_file
-    from numerics.record import read_steps
+    from base.cli import Parser
+    from base.paths import check_folder, write_file
+    from tools.numerics.record import read_steps
 
 
 def draw(folder: Path) -> Path:

@@ -26,13 +26,13 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import errors  # first: it ends a Python that is too old
+from base import errors  # first: it ends a Python that is too old
 
 with errors.installed():
     import numpy as np
 
-    from config.cli import Parser
-    from config.errors import UserError
+    from base.cli import Parser
+    from base.errors import UserError
     from corpora.chat_environment import MARKS_ANSWERS
     from corpora.chat_templates import ChatTemplate
     from corpora.encoder import END, Encoder

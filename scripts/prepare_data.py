@@ -31,13 +31,13 @@ from pathlib import Path
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import errors  # first: it ends a Python that is too old
+from base import errors  # first: it ends a Python that is too old
 
 with errors.installed():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from config.cli import Parser
-    from config.errors import UserError, printable
+    from base.cli import Parser
+    from base.errors import UserError, printable
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
         BY_STDIN,

@@ -27,12 +27,12 @@ from pathlib import Path
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from base.errors import UserError
 from config.command_line import parse
-from config.errors import UserError
 from scripts import stages
-from supervisor.command import run_options
-from supervisor.decisions import SupervisorAction, read_entries
-from supervisor.evidence import LOST
+from tools.supervisor.command import run_options
+from tools.supervisor.decisions import SupervisorAction, read_entries
+from tools.supervisor.evidence import LOST
 
 STOPPED_EARLY = 75
 MOST_LOST = 3

@@ -24,7 +24,7 @@ TEXT_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)[^)]*\)")
 PICTURE = re.compile(r"^(!\[([^\]]+)\]\([^)]+\))$(?!\n\n\*)", re.MULTILINE)  # without a caption
 sys.path.insert(0, str(ROOT))
 
-from config.run_options import as_typed  # noqa: E402
+from base.options import as_typed  # noqa: E402
 from config.schema import GROUPS  # noqa: E402
 from scripts import help_tables  # noqa: E402
 

@@ -22,12 +22,13 @@ from typing import Any
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from base import errors
+from base.errors import UserError
+from base.regular_files import read_regular
 from checkpointing import folders
 from checkpointing.index import Index
-from config import errors, validation
+from config import validation
 from config.command_line import parse
-from config.errors import UserError
-from config.regular_files import read_regular
 
 # Options that sbatch may not be given, since the stage sets them; long and short.
 OURS = ("--nodes", "-N", "--ntasks", "-n", "--export")

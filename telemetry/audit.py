@@ -33,11 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from base.errors import NodeError
+from base.regular_files import MOST_OF_ROWS, read_regular
 from checkpointing import folders
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress, checkpoints_folder
-from config.errors import NodeError
-from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import Config, coordinates
 from data import Batch
 from distributed.collectives import MAX, Group

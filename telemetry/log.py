@@ -29,16 +29,17 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from architecture import model_stats
+from architecture.shape import ModelShape
+from base.cli import VERSION
+from base.errors import NOT_WRITTEN, UserError, printable
 from checkpointing.state import Progress
-from config import model_stats
-from config.cli import VERSION
-from config.errors import NOT_WRITTEN, UserError, printable
 from config.run_options import TRACKED_RUNS, unused_number
-from config.schema import Config, ModelShape
+from config.schema import Config
 from config.stages import PlacedStage
 from corpora.tasks import TaskResult
+from costs import hardware
 from distributed.context import Context
-from planner import hardware
 from schedules import partition
 from telemetry import log_lines, parts, step_stats
 from telemetry.log_lines import FORMULA, Steps

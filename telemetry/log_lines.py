@@ -15,14 +15,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from config.families import export_note
+from architecture.families import export_note
 from config.schema import Config
 from config.stages import PlacedStage
 from corpora.tasks import TaskResult
 from schedules import partition, simulation
 from schedules.orders import of_layout
 
-FORMULA = "megatron-2025"  # how FLOPs are counted: one of FORMULAS in config/model_stats.py
+FORMULA = "megatron-2025"  # how FLOPs are counted: one of FORMULAS in architecture/model_stats.py
 # The summary's rates leave these first steps out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
 RECENT_STEPS = 20  # the time left is estimated from the pace of these last steps

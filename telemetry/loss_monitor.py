@@ -45,10 +45,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from base.errors import NodeError, UserError
+from base.regular_files import MOST_OF_ROWS, read_regular
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
-from config.errors import NodeError, UserError
-from config.regular_files import MOST_OF_ROWS, read_regular
 from config.run_options import Run
 from config.schema import Config
 from data import Samples

@@ -17,7 +17,7 @@ of each activation and gradient over its norm; the files of later steps repeat i
 the first passes are discarded, and flipping the bits again restores the weights, so a traced run
 has the same weights as a run without traces.
 
-numerics/diff.py compares two files.
+tools/numerics/diff.py compares two files.
 """
 
 import json

@@ -11,8 +11,8 @@ and then the files count as the run's own.
 import os
 from pathlib import Path
 
+from base.regular_files import MOST_OF_OBJECT, read_regular
 from config.past import RUN
-from config.regular_files import MOST_OF_OBJECT, read_regular
 from telemetry.row_file import earlier_parts, read_object
 
 

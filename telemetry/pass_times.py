@@ -8,7 +8,7 @@
 those of a reference machine. With `measured` every rank times one block and the head instead, with
 its tensor-parallel shards and without attention masks, and the slowest rank's times count. A
 resumed run reuses the times that run.json has from the start of the run. Read
-planner/auto_schedule.py first.
+costs/auto_schedule.py first.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ from itertools import pairwise
 
 import torch
 
-from config.regular_files import read_regular
+from base.regular_files import read_regular
 from config.schema import Config
+from costs import auto_schedule
 from data import Batch
 from distributed.context import Context
 from distributed.mesh import Mesh
@@ -29,7 +30,6 @@ from distributed.store import StoreExchange
 from model import Stage
 from optim.precision import DTYPES
 from parallel import CPU, DeferredGradients, ParamFactory
-from planner import auto_schedule
 from schedules.partition import BLOCKS_ALONE, StageSpec, stage_specs
 from telemetry.row_file import read_object
 

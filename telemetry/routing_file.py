@@ -13,7 +13,7 @@ uint16. The first k elements of a token are 1 + the number of an expert, and asc
 their checksum with the token's place (`checksums`). All are 0 if no expert was written: the block
 has no experts, or the run has not come so far. A sample's index is its number in the run, so the
 file does not depend on the layout. Files of older versions have k elements, without a checksum;
-they are read, and a resumed run goes on writing them. Read experts.py first.
+they are read, and a resumed run goes on writing them. Read layers/experts.py first.
 """
 
 import math
@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.errors import UserError
-from config.regular_files import open_regular
+from base.errors import UserError
+from base.regular_files import open_regular
 from config.schema import Config
 from corpora.mapped_files import read_header
 from data import first_of_micro_batch
-from experts import Router
+from layers.experts import Router
 from parallel import ParamFactory
 
 PRIME = 65_521  # the largest prime below 2**16, so that a checksum fits an element

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from config import model_stats
+from architecture import model_stats
 from config.schema import Config
 from distributed.context import Context
 from optim.precision import DTYPES

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from architecture import model_stats
+from architecture.shape import ModelShape
+from architecture.tensors import compare
 from checkpointing.folders import Chosen
 from checkpointing.state import global_tensors
-from config import model_stats
 from config.past import Past, new_run
-from config.schema import Config, ModelShape
-from config.tensors import compare
+from config.schema import Config
 from distributed.context import Context
 from distributed.mesh import Mesh
 from distributed.store import StoreExchange

@@ -21,9 +21,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from config import families
-from config.errors import UserError
-from config.paths import write_file
+from architecture import families
+from base.errors import UserError
+from base.paths import write_file
 from config.schema import Config
 
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")

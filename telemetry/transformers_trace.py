@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import data
-from config.errors import UserError, installed
+from base.errors import UserError, installed
 from config.schema import Config, Layout
 from distributed.collectives import Group
 from telemetry.sketches import Sketches, of_activation

@@ -15,7 +15,7 @@ import random
 import sys
 from typing import Any
 
-from config import errors
+from base import errors
 
 with errors.installed():
     import torch

@@ -22,10 +22,10 @@ import golden_worker
 
 import data
 import trainer
+from base.errors import NodeError
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import validation
-from config.errors import NodeError
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry.audit import Audit

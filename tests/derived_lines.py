@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import golden_worker
 from test_golden import TOLERANCES, lines_of
 
+from base.errors import UserError
 from config import validation
-from config.errors import UserError
 from config.examples import examples, needed
 from config.schema import GROUPS, all_options
 

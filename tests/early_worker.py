@@ -28,7 +28,7 @@ def _import() -> None:
 
 
 def _mistake() -> None:
-    from config.errors import UserError
+    from base.errors import UserError
 
     raise UserError("planted: no such device")
 

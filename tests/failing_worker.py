@@ -4,8 +4,8 @@ import sys
 import time
 from datetime import timedelta
 
-from config import errors
-from config.errors import UserError
+from base import errors
+from base.errors import UserError
 
 with errors.installed():
     import torch

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from config import command_line, model_stats
+from architecture import model_stats
+from config import command_line
 
 
 def seconds(config, ranks: int) -> float:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from config import errors
+from base import errors
 
 with errors.installed():
     import kill_worker

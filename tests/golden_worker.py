@@ -18,8 +18,9 @@ import torch
 
 import data
 import trainer
-from config import dispatch, validation
+from architecture import dispatch
 from config import schema as configuration
+from config import validation
 from config.command_line import build
 from config.learning_rate import learning_rate
 from distributed.context import Context, start

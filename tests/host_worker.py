@@ -17,11 +17,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 from config.command_line import parse
 from config.validation import check_any_length
-from emulator import device_guard
+from tools.emulator import device_guard
 
 device_guard.load()
-from emulator import rehearsal
-from emulator.recording import COPY, MESSAGES, READ, RecordingContext, RecordingGroup
+from tools.emulator import rehearsal
+from tools.emulator.recording import COPY, MESSAGES, READ, RecordingContext, RecordingGroup
 
 
 def watch_groups() -> set[int]:

@@ -22,9 +22,9 @@ import checkpoint_worker as worker
 
 import checkpoint
 import trainer
+from base.errors import UserError
 from checkpointing.save import Checkpointer
 from config import validation
-from config.errors import UserError
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 4, "seq_length": 16, "vocab_size": 61}
 PROCESSES = 4

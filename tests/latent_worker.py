@@ -10,10 +10,10 @@ import golden_worker
 import torch
 from torch import Tensor
 
-import latent_attention
 from config import validation
 from distributed.collectives import Group, gather_sequence, spread_to_tp
 from distributed.context import Context
+from layers import latent_attention
 from parallel import ColumnLinear, linear
 
 
@@ -56,7 +56,7 @@ def of_latent(factory, name, *sizes, **options) -> ColumnLinear:
     return kind(factory, name, *sizes, **options)
 
 
-# What stands in a name of latent_attention.py instead.
+# What stands in a name of layers/latent_attention.py instead.
 FAULTS = {
     "rotary key lost": {"spread_to_tp": lost},
     "rotary key twice": {"spread_to_tp": twice},
@@ -67,7 +67,7 @@ RIGHT = {"spread_to_tp": spread_to_tp, "ColumnLinear": ColumnLinear}
 
 @contextlib.contextmanager
 def planted(fault: str):
-    """The names of latent_attention.py with a fault of FAULTS, or with none ("")."""
+    """The names of layers/latent_attention.py with a fault of FAULTS, or with none ("")."""
     for name, value in FAULTS.get(fault, {}).items():
         setattr(latent_attention, name, value)
     try:

@@ -7,8 +7,8 @@ import golden_worker
 from compare import relative_difference
 from ranks import results_of
 
+from base.errors import UserError
 from config import schema, validation
-from config.errors import UserError
 
 MODES = ("joint", "split", "head")
 MODEL = {"optimizer": "muon", "layers": 2, "hidden": 16, "heads": 4, "seq_length": 8}

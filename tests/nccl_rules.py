@@ -7,8 +7,8 @@ stuck_streams(meshes)       which ranks wait for one another for ever, or None
 import torch
 
 from distributed.mesh import CHANNELS, Mesh
-from emulator.matching import RunTraces, deadlock
-from emulator.recording import LOAD, Event
+from tools.emulator.matching import RunTraces, deadlock
+from tools.emulator.recording import LOAD, Event
 from watchdog.flight_recorder import FlightRecorder
 
 

@@ -17,12 +17,12 @@ import golden_worker
 import torch
 from torch import Tensor
 
-from config import dispatch
-from config.schema import ModelShape
+from architecture import dispatch
+from architecture.shape import ModelShape
 from distributed.collectives import Group
 from distributed.context import Context
 from distributed.mesh import Mesh
-from experts import ExpertMLP
+from layers.experts import ExpertMLP
 from model import ACTIVATIONS
 from parallel import ParamFactory
 

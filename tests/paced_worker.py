@@ -7,7 +7,7 @@ pause of a minute or more says so on each rank.
 import sys
 import time
 
-from config import errors
+from base import errors
 
 with errors.installed():
     import trainer

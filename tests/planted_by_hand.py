@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-import attention
+from layers import attention
 from model import Head
 from optim.buckets import Bucket, ParamGroup
 

@@ -4,8 +4,8 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-from emulator.matching import NOT_COLLECTIVE, RunTraces
-from emulator.recording import MESSAGES, Event
+from tools.emulator.matching import NOT_COLLECTIVE, RunTraces
+from tools.emulator.recording import MESSAGES, Event
 
 KINDS = (
     "left out",

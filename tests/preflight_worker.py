@@ -10,9 +10,9 @@ import time
 
 import torch
 
+from base.errors import NodeError, UserError
 from config import validation
 from config.command_line import parse
-from config.errors import NodeError, UserError
 from distributed import preflight
 from distributed.context import start
 from distributed.launch import discover

@@ -1,7 +1,7 @@
 """Imports what a rehearsal needs, the library for fake GPUs before torch; for fork_server.py."""
 
-from emulator import device_guard
+from tools.emulator import device_guard
 
 device_guard.load()
 
-from emulator import answers, rehearsal  # noqa: F401
+from tools.emulator import answers, rehearsal  # noqa: F401

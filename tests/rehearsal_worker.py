@@ -16,13 +16,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 from config.command_line import parse
 from config.validation import check_any_length
-from emulator import device_guard
-from planner import hardware
-from planner.auto_schedule import decide
+from costs import hardware
+from costs.auto_schedule import decide
 from schedules.schedule import Schedule
+from tools.emulator import device_guard
 
 device_guard.load()
-from emulator import rehearsal
+from tools.emulator import rehearsal
 
 # One process runs all ranks: torch keeps what it has found out about an operation on fake tensors,
 # and a second process would find out all of it again.

@@ -13,8 +13,8 @@ import sample
 import trainer
 from config import validation
 from config.schema import Config
-from decoding import Decoder, SamplingParams
 from distributed.context import Context
+from inference.decoding import Decoder, SamplingParams
 
 
 def sampled_steps(config: Config, context=None) -> list[dict]:

@@ -52,14 +52,14 @@ CASES = {
 
 def main() -> None:
     """Evaluate every expression; where its shape follows from values, how the error begins."""
-    from emulator import device_guard
+    from tools.emulator import device_guard
 
     device_guard.load()
     import torch
 
-    from config.errors import UserError
-    from emulator.fake_devices import fake_devices
-    from emulator.recording import recording_context
+    from base.errors import UserError
+    from tools.emulator.fake_devices import fake_devices
+    from tools.emulator.recording import recording_context
 
     found = {}
     for name, (expression, _) in CASES.items():

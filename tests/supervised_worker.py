@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from config import errors
+from base import errors
 
 with errors.installed():
     import trainer

@@ -13,7 +13,7 @@ from config import validation
 from config.schema import Config
 from corpora.tasks import ScoringRequest, TaskSet
 from distributed.context import Context
-from scoring import Scorer
+from inference.scoring import Scorer
 from telemetry import pass_times
 
 

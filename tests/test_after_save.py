@@ -10,10 +10,10 @@ import pytest
 from checkpoint_worker import build_run, make
 from ranks import Job, fork_one, fork_ranks
 
+from base.child_environment import plain_environment
 from checkpointing import file_format
 from checkpointing.after_save import AfterSave
 from checkpointing.state import Progress
-from config.child_environment import plain_environment
 
 RUN = "train.py --layers 1 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --device cpu "
 RUN += "--global-batch-size 4 --save-every 2 --out"

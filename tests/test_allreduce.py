@@ -9,9 +9,9 @@ import pytest
 import ranks
 
 from benchmarks.network import allreduce
-from checker import bandwidth, timed_collectives
-from checker.bandwidth import Measured, bus_factor, calibration, fit
-from planner import hardware
+from costs import hardware
+from tools.checker import bandwidth, timed_collectives
+from tools.checker.bandwidth import Measured, bus_factor, calibration, fit
 
 
 def measured(operation="all-reduce", n=4, size=2**20, seconds=1.0, **more) -> Measured:

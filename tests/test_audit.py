@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ranks import Job, fork_ranks, results_of
 from supervised_runs import ONE_THREAD, SHAPE, decisions, in_slurm, wait_for_idle
 
+from base.errors import UserError
 from checkpointing import folders
 from config.command_line import build
-from config.errors import UserError
 from config.validation import check
 from telemetry.audit import last_clean, named, vote
 

@@ -10,11 +10,11 @@ import pytest
 from ranks import ROOT, start
 
 import plan
+from base.errors import UserError
 from config import validation
 from config.command_line import parse
-from config.errors import UserError
-from planner import hardware, memory, risk
-from planner.job import Job
+from costs import hardware, memory, risk
+from costs.job import Job
 
 MODEL = "--model gpt2-1.5b --global-batch-size 64"
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from test_data import VOCAB, config_of, three, write_corpus
 
 import data
+from base.errors import UserError
 from benchmarks.peers.megatron_data import Megatron
-from config.errors import UserError
 from corpora import blends
 from corpora.blends import blend_order
 

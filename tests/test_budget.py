@@ -5,9 +5,9 @@ import math
 import pytest
 
 import plan
+from base.errors import UserError
 from benchmarks.planner import loss_rows
-from config.errors import UserError
-from planner.scaling_laws import LAWS
+from tools.planner.scaling_laws import LAWS
 
 
 def ask(words: str) -> plan.Answer:

@@ -11,7 +11,7 @@ from ranks import ROOT
 from test_chats import END, folder, prepare  # noqa: F401 (a fixture)
 from tokenizers import Tokenizer
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora import chat_environment, chat_templates
 from corpora.chat_templates import ChatTemplate
 from corpora.token_files import IndexedDataset

@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import data
+from architecture.shape import ModelShape
+from base.errors import UserError
 from checkpointing import hf_export, model_record
 from config.command_line import parse
-from config.errors import UserError
-from config.schema import ModelShape
 from corpora.chat_templates import ChatTemplate
 from corpora.objectives import NO_TARGET, Objective
 from corpora.token_files import IndexedDataset

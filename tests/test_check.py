@@ -14,24 +14,24 @@ import torch
 import torch.nn.functional as F
 from ranks import ROOT, fork_one, fork_ranks, start
 
-import attention_masks
 import parallel
+from base.errors import UserError
 from benchmarks.faults.check_faults import asked, copy_of_code, judged
-from checker.alone import findings
-from checker.causes import explanations, operations, shared, title
-from checker.compare import Reference, SeenPieces, first_difference
-from checker.drawn import drawn
-from checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
-from checker.recorder import Piece
-from checker.runs import CheckedRun, Worker
-from checker.shrink import shrink, unsaid
-from checker.thresholds import SMALL
 from config import command_line, validation
-from config.errors import UserError
 from config.schema import EMA, Layout
 from distributed.context import start as start_context
 from distributed.launch import Launch
 from distributed.mesh import Mesh
+from layers import attention_masks
+from tools.checker.alone import findings
+from tools.checker.causes import explanations, operations, shared, title
+from tools.checker.compare import Reference, SeenPieces, first_difference
+from tools.checker.drawn import drawn
+from tools.checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
+from tools.checker.recorder import Piece
+from tools.checker.runs import CheckedRun, Worker
+from tools.checker.shrink import shrink, unsaid
+from tools.checker.thresholds import SMALL
 
 GPT = "--layers 12 --hidden 768 --heads 12 --vocab-size 50257 --steps 10"
 MOE = f"{GPT} --experts 64 --experts-per-token 8 --balance sequence"

@@ -8,11 +8,11 @@ import sys
 import pytest
 from ranks import Job, mpirun, srun_command, start
 
-from checker.card import of_killed, of_layouts, of_network, page, verdict
-from checker.cluster_worker import row_of
-from checker.compare import Difference
-from checker.engine import Outcome
 from config.schema import Layout
+from tools.checker.card import of_killed, of_layouts, of_network, page, verdict
+from tools.checker.cluster_worker import row_of
+from tools.checker.compare import Difference
+from tools.checker.engine import Outcome
 
 WORDS = ["check.py", "--cluster", "--device", "cpu", "--minutes", "9", "--line-rate", "10"]
 

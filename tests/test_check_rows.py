@@ -7,8 +7,8 @@ import sys
 import pytest
 from ranks import ROOT
 
+from base.errors import UserError
 from benchmarks.planner import check_rows, published_rows
-from config.errors import UserError
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 ANOMALIES = [

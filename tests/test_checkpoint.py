@@ -19,12 +19,12 @@ from compare import assert_close, assert_within
 from ranks import results_of
 
 import trainer
+from base.errors import UserError
 from checkpointing import save
 from checkpointing.index import Index
 from checkpointing.load import repeatability
 from checkpointing.state import Progress
 from config import validation
-from config.errors import UserError
 
 GPT = {"positions": "learned"}
 LLAMA = {

@@ -17,10 +17,10 @@ from compare import assert_within
 from ranks import results_of, start
 
 import trainer
+from base.errors import UserError
 from checkpointing import folders, save
 from checkpointing.state import Progress
 from config import validation
-from config.errors import UserError
 
 SEED = 20261120
 KILLS, CHANGES, ROUNDS = 12, 300, 3

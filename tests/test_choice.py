@@ -11,16 +11,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import ROOT, fork_ranks
 
+from architecture.shape import ModelShape
+from base.errors import UserError
 from config import validation
-from config.errors import UserError
-from config.schema import Layout, ModelShape, Training
+from config.schema import Layout, Training
 from config.spelling import preset
-from planner import auto_schedule, memory, time_terms
-from planner.auto_schedule import MOST_HELD, decide, decide_layout, fastest
-from planner.hardware import load
-from planner.job import Job
-from planner.partition_costs import REFERENCE, blocks_of, part_costs, reference, specs_of
-from planner.step_time import action_seconds, passes_of, pipeline_time
+from costs import auto_schedule, memory, time_terms
+from costs.auto_schedule import MOST_HELD, decide, decide_layout, fastest
+from costs.hardware import load
+from costs.job import Job
+from costs.partition_costs import REFERENCE, blocks_of, part_costs, reference, specs_of
+from costs.step_time import action_seconds, passes_of, pipeline_time
 from schedules import orders
 from schedules.simulation import makespan
 

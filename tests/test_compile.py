@@ -16,20 +16,19 @@ from ranks import ROOT
 from test_golden import POSITIONS, assert_equal_runs, lines_of, reference, run_cases
 from test_peaks import PeakBytes
 
-import attention
 import data
-import loss
 import parallel
 import trainer
-from attention import Attention, attention_kernel
+from architecture.shape import ModelShape
+from base.errors import UserError
 from config import validation
 from config.command_line import parse
-from config.errors import UserError
-from config.schema import ModelShape
 from distributed import preflight
 from distributed.launch import Launch
 from distributed.mesh import Mesh
-from loss import cross_entropy
+from layers import attention, loss
+from layers.attention import Attention, attention_kernel
+from layers.loss import cross_entropy
 from parallel import ParamFactory, ParamSpec
 from pipeline import Pipeline
 

@@ -10,11 +10,12 @@ from dataclasses import asdict, fields, replace
 import pytest
 from ranks import ROOT
 
-from config import errors
-from config.cli import VERSION, whole_number
+from architecture.shape import ModelShape
+from base import errors
+from base.cli import VERSION, whole_number
+from base.errors import UserError
 from config.command_line import parse, parse_request, to_words
-from config.errors import UserError
-from config.schema import GROUPS, Config, ModelShape
+from config.schema import GROUPS, Config
 from config.spelling import preset
 from config.validation import check, is_met
 

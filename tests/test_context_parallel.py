@@ -14,13 +14,12 @@ from test_golden import check_lines
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import attention
-import attention_masks
-from attention import attend, query_places
-from attention_masks import range_mask
 from distributed import context_parallel
 from distributed.collectives import Group
 from distributed.context_parallel import chunk_kernel
+from layers import attention, attention_masks
+from layers.attention import attend, query_places
+from layers.attention_masks import range_mask
 from parallel import recompute
 
 # ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora import token_files
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 

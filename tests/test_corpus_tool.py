@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from test_data import write_corpus
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from scripts import corpus, prepare_chats, prepare_data
 

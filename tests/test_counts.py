@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import ROOT
 
-from benchmarks.planner import published_rows
-from config.model_stats import (
+from architecture.model_stats import (
     block_parameters,
     embedding_parameters,
     model_flops,
     parameters,
 )
-from config.schema import Layout, ModelShape
+from architecture.shape import ModelShape
+from benchmarks.planner import published_rows
+from config.schema import Layout
 from config.spelling import preset
 from config.validation import check
 from schedules.partition import (

@@ -22,8 +22,8 @@ from distributed.collectives import Group
 from distributed.context import start as start_cluster
 from distributed.context_parallel import causal_attention
 from distributed.launch import Launch
-from numerics import diff
 from parallel import draw_normal
+from tools.numerics import diff
 from watchdog import flight_recorder
 from watchdog.flight_recorder import FlightRecorder
 

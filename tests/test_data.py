@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+from base.errors import UserError
 from config.command_line import parse
-from config.errors import UserError
 from config.schema import Layout
 from corpora.sample_order import GPTSamples
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter

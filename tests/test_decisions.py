@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import start
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed.launch import SlurmJob
-from supervisor import command, evidence
-from supervisor.command import run_options
-from supervisor.decisions import (
+from tools.supervisor import command, evidence
+from tools.supervisor.command import run_options
+from tools.supervisor.decisions import (
     DAY,
     HOUR,
     SAME_STEP,
@@ -26,7 +26,15 @@ from supervisor.decisions import (
     SupervisorAction,
     decide,
 )
-from supervisor.evidence import LEAST_ROOM, LOST, REFUSED, SPIKE, Evidence, Files, read_evidence
+from tools.supervisor.evidence import (
+    LEAST_ROOM,
+    LOST,
+    REFUSED,
+    SPIKE,
+    Evidence,
+    Files,
+    read_evidence,
+)
 
 ROOM = {"free": 10**9, "needed": LEAST_ROOM}
 DEAD = Evidence(9, "dead", ("n1",), (0,), iteration=40, newest=30, **ROOM)
@@ -312,12 +320,12 @@ def test_a_decision_of_other_types_does_not_count(tmp_path, values):
 def test_decisions_of_the_future_do_not_count_for_ever(tmp_path, monkeypatch):
     """A clock was a day ahead when they were made, and was set back: no restart is refused."""
     journal, now = Journal(str(tmp_path), ""), time.time()
-    monkeypatch.setattr("supervisor.decisions.time.time", lambda: now + DAY)
+    monkeypatch.setattr("tools.supervisor.decisions.time.time", lambda: now + DAY)
     for step in range(6):
         journal.add(replace(DEAD, iteration=step), Decision(RESTART, ""))
-    monkeypatch.setattr("supervisor.decisions.time.time", lambda: now + DAY - HOUR / 2)
+    monkeypatch.setattr("tools.supervisor.decisions.time.time", lambda: now + DAY - HOUR / 2)
     assert decided(DEAD, journal.earlier()).action == STOP  # a small step of the clock
-    monkeypatch.setattr("supervisor.decisions.time.time", lambda: now)
+    monkeypatch.setattr("tools.supervisor.decisions.time.time", lambda: now)
     assert decided(DEAD, journal.earlier()).action == RESTART
 
 

@@ -24,8 +24,8 @@ from test_golden import (
     without_layout,
 )
 
+from base.errors import UserError
 from config import command_line
-from config.errors import UserError
 from config.examples import examples, needed
 from config.schema import GROUPS, all_options
 from config.validation import is_met

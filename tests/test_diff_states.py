@@ -9,8 +9,8 @@ import pytest
 from ranks import fork_ranks
 
 import runs
-from config.errors import UserError
-from numerics import diff, states
+from base.errors import UserError
+from tools.numerics import diff, states
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 61 --device cpu"
 OPTIONS = f"{SHAPE} --global-batch-size 4 --save-every 2"

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.schema import Layout, ModelShape, coordinates, rows_along
-from emulator import rehearsal
-from emulator.matching import RunTraces, mismatches
-from emulator.recording import Event
+from architecture.shape import ModelShape
+from config.schema import Layout, coordinates, rows_along
+from tools.emulator import rehearsal
+from tools.emulator.matching import RunTraces, mismatches
+from tools.emulator.recording import Event
 
 AXES = rehearsal.AXES
 NAMES = ("first", "between", "last")

@@ -6,8 +6,8 @@ import tomllib
 import pytest
 from ranks import ROOT
 
+from architecture import families
 from benchmarks.planner import pictures
-from config import families
 
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))

@@ -8,7 +8,7 @@ from test_prepare_data import prepare
 from tokenizers import Tokenizer, models
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.encoder import END, Encoder
 from corpora.text import Text
 from corpora.token_files import IndexedDataset

@@ -21,17 +21,23 @@ from test_golden import check_lines, distance, lines_of, reference
 import data
 import parallel
 import trainer
+from base.errors import UserError
 from config import schema, validation
-from config.errors import UserError
 from corpora.token_files import IndexedDatasetWriter
 from distributed.mesh import Mesh
 from distributed.token_exchange import order_by_expert
-from emulator.matching import RunTraces, mismatches
-from emulator.recording import Event
-from experts import ExpertMLP, HeldExperts, Router, product_by_expert, product_in_one_kernel
+from layers.experts import (
+    ExpertMLP,
+    HeldExperts,
+    Router,
+    product_by_expert,
+    product_in_one_kernel,
+)
 from model import ACTIVATIONS
 from optim.balance import Penalty
 from parallel import ParamFactory
+from tools.emulator.matching import RunTraces, mismatches
+from tools.emulator.recording import Event
 
 SHAPE = {
     "precision": "fp64",

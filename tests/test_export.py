@@ -15,8 +15,8 @@ import torch
 
 import checkpoint
 import sample
+from base.errors import UserError
 from checkpointing import hf_export
-from config.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

@@ -1,4 +1,4 @@
-"""Every family of config/families.toml against transformers: same weights, same logits and
+"""Every family of architecture/families.toml against transformers: same weights, same logits and
 gradients, in and out again, config.json read and written; and their layers under real layouts.
 """
 
@@ -11,10 +11,11 @@ from compare import assert_close
 from test_golden import check_lines
 from torch.overrides import TorchFunctionMode
 
+from architecture import families, model_stats
+from base.errors import UserError
 from checkpointing import hf_export
-from config import families, model_stats, schema, validation
+from config import schema, validation
 from config.command_line import parse, parse_request
-from config.errors import UserError
 from config.spelling import LACKS, PRESETS, preset
 from data import Batch
 from distributed.mesh import Mesh

@@ -1,4 +1,4 @@
-"""supervisor/fewer.py: if this failed, a job would not go on on fewer nodes."""
+"""tools/supervisor/fewer.py: if this failed, a job would not go on on fewer nodes."""
 
 import json
 import subprocess
@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from base.errors import UserError
 from config.command_line import parse
-from config.errors import UserError
 from config.schema import Layout
 from distributed.launch import SlurmJob
-from supervisor import fewer
-from supervisor.command import Command
-from supervisor.decisions import Decision, Journal, SupervisorAction
-from supervisor.evidence import Evidence
-from supervisor.fewer import Fewer, Options
+from tools.supervisor import fewer
+from tools.supervisor.command import Command
+from tools.supervisor.decisions import Decision, Journal, SupervisorAction
+from tools.supervisor.evidence import Evidence
+from tools.supervisor.fewer import Fewer, Options
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 128 --global-batch-size 24"
 TRAINED = "--steps 9 --precision fp32 --lr 1e-3 --adam-beta2 0.9 --out OUT --resume auto"

@@ -16,8 +16,8 @@ import trainer
 from config import schema as configuration
 from config import validation
 from config.command_line import parse
+from costs import memory
 from distributed.launch import Launch
-from planner import memory
 from telemetry import step_stats
 from telemetry.step_stats import StepStats
 

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from ranks import fork_one, fork_ranks
 
 import plan
+from base.errors import UserError
 from config.command_line import parse
-from config.errors import UserError
+from costs import partition_costs
 from distributed.store import StoreExchange
-from planner import gap, partition_costs, run_files
 from schedules import orders, simulation
 from telemetry import step_times
+from tools.planner import gap, run_files
 from watchdog.flight_recorder import FlightRecorder
 
 WAITS = list(step_times.WAITS)

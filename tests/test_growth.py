@@ -13,13 +13,13 @@ from ranks import ROOT, Outcome, fork_one, mpi_command, start
 from supervised_runs import write_batch
 
 import plan
+from base.errors import UserError
 from config import validation
 from config.command_line import parse
-from config.errors import UserError
-from planner import growth
-from planner.job import Job
-from planner.step_time import predict
+from costs.job import Job
+from costs.step_time import predict
 from scripts import stages
+from tools.planner import growth
 
 # Sizes 2, 4 and 12: four steps of each.
 RAMP = "--batch-schedule 0:2 256:4 768:12 --train-samples 72"

@@ -23,10 +23,10 @@ IDEAS = dict(re.findall(r"^### (.+?)\n.*?^```diff\n(.*?)^```$", TEXT, re.MULTILI
 # there, what would be wrong. The sums are over tp (its ranks' heads, columns, inputs' gradients),
 # over the columns of a row that ZeRO cuts, and over the tokens of a micro-batch.
 CASES = {
-    "Value embeddings": ("", "attention.py", "fill=0.5, partial=True", "fill=0.5"),
+    "Value embeddings": ("", "layers/attention.py", "fill=0.5, partial=True", "fill=0.5"),
     "Gated attention": (
         "--attention-gate",
-        "attention.py",
+        "layers/attention.py",
         "self.gate(x).sigmoid",
         "F.linear(x, self.gate.weight).sigmoid",
     ),
@@ -183,7 +183,7 @@ def test_a_run_says_what_it_does_not_know_and_goes_on(tmp_path):
     assert "another model: beyond its options: blocks.*.attention." in refused.err
     assert sentence.rpartition(": ")[2] in run(code, "plan.py", "layouts", "--config", str(out)).err
     # The code without the idea: it does not resume as if nothing were missing.
-    shutil.copy(ROOT / "attention.py", code)
+    shutil.copy(ROOT / "layers/attention.py", code)
     other = run(code, *words, "--steps", "6", "--resume", "auto")
     assert other.status == 2
     assert "not in this model: blocks.0.attention.share" in other.err

@@ -16,8 +16,8 @@ import pytest
 import ranks
 from ranks import ROOT
 
-from config import console
-from config.cli import VERSION
+from base import console
+from base.cli import VERSION
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --steps 2 --device cpu"
 

@@ -15,15 +15,16 @@ from ranks import results_of
 from test_golden import check_lines, distance, lines_of, reference
 
 import trainer
-from attention import KeyValueCache
-from config import families, model_stats, validation
+from architecture import families, model_stats
+from base.errors import UserError
+from config import validation
 from config.command_line import make_model
-from config.errors import UserError
 from config.schema import Layout, Training
 from config.spelling import preset
+from costs import hardware, memory_terms, time_terms
+from costs.job import Job
+from layers.attention import KeyValueCache
 from model import Stage
-from planner import hardware, memory_terms, time_terms
-from planner.job import Job
 
 SHAPE = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
 SHAPE |= {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}

@@ -21,7 +21,7 @@ from ranks import (
     start,
 )
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed import launch as launch_of_rank
 from distributed.launch import BY_VARIABLES, Launch, Local, check_launch, discover, find_local
 

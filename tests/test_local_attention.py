@@ -14,21 +14,23 @@ from ranks import ROOT
 from test_golden import check_lines
 from torch.nn.attention.flex_attention import flex_attention
 
-import local_attention
 import trainer
-from attention import KeyValueCache, attention_kernel
-from config import model_stats, validation
-from config.block_attention import flags_of, pattern_of
-from config.errors import UserError
-from config.schema import Layout, ModelShape, Training
+from architecture import model_stats
+from architecture.block_attention import flags_of, pattern_of
+from architecture.shape import ModelShape
+from base.errors import UserError
+from config import validation
+from config.schema import Layout, Training
+from costs import hardware, memory_terms, op_costs
+from costs.hardware import load
+from costs.job import Job
 from data import Batch
 from distributed.mesh import Mesh
-from local_attention import attend_by_flex, attend_by_spans, seen_by
+from layers import local_attention
+from layers.attention import KeyValueCache, attention_kernel
+from layers.local_attention import attend_by_flex, attend_by_spans, seen_by
 from model import Stage
 from parallel import ParamFactory
-from planner import hardware, memory_terms, op_costs
-from planner.hardware import load
-from planner.job import Job
 from schedules.partition import BLOCKS_ALONE, stage_specs
 
 S, V = 40, 61

@@ -13,8 +13,8 @@ from ranks import ROOT, mpi_command
 import trainer
 from config import command_line, validation
 from corpora.token_files import IndexedDatasetWriter
+from costs import hardware
 from distributed.launch import Launch
-from planner import hardware
 from telemetry import log_lines
 
 SMALL = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from config.errors import UserError
+from base.errors import UserError
 from config.run_options import DynamicScale
 from config.schema import Training
 from optim.loss_scale import LossScale

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from config.errors import UserError
+from base.errors import UserError
 from config.schema import Layout, Training
 from config.spelling import preset
-from planner import engines, hardware, step_time
-from planner.job import Job
+from costs import hardware, step_time
+from costs.job import Job
+from tools.planner import engines
 
 A100 = hardware.load("a100-80")
 TRAINING = Training(global_batch_size=64, precision="fp16")

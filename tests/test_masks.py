@@ -15,21 +15,21 @@ from small_corpora import END, write_chats
 from test_golden import check_lines
 from torch.nn.attention.flex_attention import flex_attention
 
-import attention_masks
 import data
 import trainer
-from attention import attention_kernel
-from attention_masks import alibi_score, alibi_slopes, range_mask, visible_blocks
+from architecture.shape import ModelShape
+from base.errors import UserError
 from config import validation
-from config.errors import UserError
 from config.run_options import Data
-from config.schema import ModelShape
 from corpora.objectives import Objective
 from corpora.token_files import IndexedDatasetWriter
 from data import Batch
 from distributed.collectives import Group
 from distributed.context_parallel import heads_of_kernel
 from distributed.mesh import Mesh
+from layers import attention_masks
+from layers.attention import attention_kernel
+from layers.attention_masks import alibi_score, alibi_slopes, range_mask, visible_blocks
 from parallel import ParamFactory
 
 EOD, S = END, 16

@@ -11,9 +11,9 @@ from checkpoint_worker import save_random
 from ranks import fork_ranks
 
 import checkpoint
+from base.errors import UserError
 from checkpointing.index import Index
 from checkpointing.merge import shares_of
-from config.errors import UserError
 
 WORDS = ["--layers", "2", "--hidden", "32", "--heads", "4", "--seq-length", "16"]
 WORDS += ["--vocab-size", "61", "--global-batch-size", "4", "--lr", "1e-2", "--steps", "6"]

@@ -14,12 +14,14 @@ import ranks
 from mistake_cases import CASES
 from ranks import ROOT
 
-from config import command_line, errors, paths, validation
-from config.errors import UserError
-from config.paths import check_file
+from base import errors, paths
+from base.errors import UserError
+from base.paths import check_file
+from config import command_line, validation
+from costs import memory
 from distributed.placement import threads_asked_for
-from planner import memory, picture
 from scripts import plot_loss
+from tools.planner import picture
 
 ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py", "sample.py")
 SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
@@ -66,7 +68,7 @@ def test_an_old_python_and_a_missing_package_are_sentences(program):
     assert ("pip install numpy" if program == "plan.py" else "scripts/setup.sh") in done.err
 
 
-@pytest.mark.parametrize("program", [*ENTRIES, *SCRIPTS, "config/errors.py"])
+@pytest.mark.parametrize("program", [*ENTRIES, *SCRIPTS, "base/errors.py"])
 def test_an_old_python_reads_as_far_as_the_sentence(program):
     ast.parse((ROOT / program).read_text(), feature_version=(3, 7))
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from compare import assert_close
 
-from attention import attention_kernel
-from attention_masks import alibi_slopes
+from architecture.shape import GATED, ModelShape
+from base.errors import UserError
 from checkpointing.hf_export import hf_config
 from config import schema as configuration
-from config.errors import UserError
 from data import Batch
 from distributed.mesh import Mesh
+from layers.attention import attention_kernel
+from layers.attention_masks import alibi_slopes
 from model import ACTIVATIONS, Stage
 from parallel import ParamFactory
 from schedules import partition
@@ -29,7 +30,7 @@ def test_alibi_slopes_equal_transformers(heads):
 
 
 def test_an_exported_gpt2_keeps_all_its_learned_positions():
-    shape = configuration.ModelShape(1, 8, 2, seq_length=16, max_positions=32, vocab_size=20)
+    shape = ModelShape(1, 8, 2, seq_length=16, max_positions=32, vocab_size=20)
     assert hf_config(shape, torch.float32)["n_positions"] == 32
 
 
@@ -47,7 +48,7 @@ FORMULAS = {
 def test_an_activation_has_its_formula(name):
     """All other tests compare runs with one another, and would have the same mistake twice."""
     x = torch.linspace(-4, 4, 40, dtype=torch.float64).view(2, 20).requires_grad_()
-    parts = x.chunk(2, -1) if name in configuration.GATED else (x,)
+    parts = x.chunk(2, -1) if name in GATED else (x,)
     expected, found = FORMULAS[name](*parts), ACTIVATIONS[name](x)
     assert_close(found, expected, 1e-12)
     weights = torch.linspace(1, 2, found.numel(), dtype=torch.float64).view_as(found)
@@ -77,7 +78,7 @@ def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
         monkeypatch.setattr(
             module, name, lambda *qkv, run=run, **o: (facts(*qkv, **o), run(*qkv, **o))[1]
         )
-    model = configuration.ModelShape(
+    model = ModelShape(
         1, 32, 4, kv_heads=kv_heads, seq_length=16, vocab_size=V, positions=positions
     )
     factory, layout = ParamFactory(Mesh()), configuration.Layout(micro_batch_size=3)
@@ -94,9 +95,7 @@ def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
 @pytest.mark.parametrize(("head_size", "dtype"), [(8, torch.float16), (16, torch.float64)])
 def test_masks_that_flex_attention_does_not_take_are_one_sentence(head_size, dtype):
     """On a GPU the first step would else end with an error of the compiler."""
-    model = configuration.ModelShape(
-        layers=1, hidden=64, heads=4, head_size=head_size, seq_length=16
-    )
+    model = ModelShape(layers=1, hidden=64, heads=4, head_size=head_size, seq_length=16)
     on_cpu, on_gpu = (
         ParamFactory(Mesh(), dtype, torch.device(device), 1, 0.02, False, None)
         for device in ("cpu", "cuda")

@@ -17,12 +17,12 @@ from test_sample import run_here
 
 import checkpoint
 import sample
+from architecture import families
+from architecture.block_attention import flags_of
+from architecture.shape import ModelShape
+from base.errors import UserError
 from checkpointing import hf_export, model_record
-from config import families
-from config.block_attention import flags_of
 from config.command_line import make_model, parse
-from config.errors import UserError
-from config.schema import ModelShape
 from corpora.encoder import Encoder
 from corpora.tokenizer_files import load_tokenizer, read_settings
 

@@ -15,14 +15,14 @@ from muon_layouts import KINDS, MODEL, MODES, ONE_STEP, drawn_jobs, largest_diff
 from ranks import results_of
 
 import trainer
+from base.errors import UserError
 from config import validation
-from config.errors import UserError
 from config.schema import Training
+from costs import muon_terms
 from distributed.collectives import Group
 from optim import matrix_owners, muon
 from optim.matrix_owners import MatrixOwners, Placed, Section
 from parallel import Matrices, ParamSpec
-from planner import muon_terms
 
 SHAPES = [(24, 24), (12, 40), (40, 12), (1, 7), (64, 8)]
 

@@ -5,12 +5,13 @@ import pytest
 import plan
 import rehearse
 import tune
-from config import model_stats, spelling, validation
+from architecture import model_stats
+from base.errors import UserError
+from config import spelling, validation
 from config.command_line import parse_request
-from config.errors import UserError
 from config.spelling import PRESETS, means_preset, preset
-from planner import hardware
-from tuner.session import Session
+from costs import hardware
+from tools.tuner.session import Session
 
 GPT = ["--layers", "4", "--hidden", "64", "--heads", "4"]
 

@@ -12,13 +12,21 @@ from fake_context import FakeContext
 from ranks import results_of
 from test_golden import check_lines
 
-from config.dispatch import TopK, copies_elsewhere, nodes_of_token, rows_elsewhere, sends_once
-from config.schema import Layout, ModelShape, Training
+from architecture.dispatch import (
+    TopK,
+    copies_elsewhere,
+    nodes_of_token,
+    rows_elsewhere,
+    sends_once,
+)
+from architecture.shape import ModelShape
+from config.schema import Layout, Training
 from config.spelling import preset
+from costs import hardware, memory_terms, time_terms
+from costs.job import Columns, Job
 from distributed.mesh import Mesh
 from distributed.placement import ranks_of_nodes
-from planner import engines, hardware, memory_terms, time_terms
-from planner.job import Columns, Job
+from tools.planner import engines
 
 H100 = hardware.load("h100")
 

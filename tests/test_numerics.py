@@ -11,12 +11,12 @@ import pytest
 from ranks import fork_one, results_of
 
 import runs
+from base.errors import UserError
 from config.command_line import build
-from config.errors import UserError
-from numerics import diff, layers
-from numerics.places import described
-from numerics.traces import TensorRow
 from telemetry.numerics_trace import activation_names, bins
+from tools.numerics import diff, layers
+from tools.numerics.places import described
+from tools.numerics.traces import TensorRow
 
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
 EXPERTS = {"experts": 4, "experts_per_token": 2, "bias": False}

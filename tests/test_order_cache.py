@@ -14,7 +14,7 @@ from ranks import ROOT, fork_ranks
 from test_data import VOCAB, config_of, write_corpus
 
 import data
-from config.errors import UserError
+from base.errors import UserError
 from corpora import blends, mapped_files, sample_order
 from corpora.mapped_files import ArrayCache
 from corpora.sample_order import GPTSamples

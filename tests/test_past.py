@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from small_corpora import END, write_chats, write_corpora
 
 import data
+from base.errors import UserError
 from checkpointing.resumed import has_order_of
-from config import model_stats
 from config.command_line import parse_request
-from config.errors import UserError
 from config.inherited import Inherited, changed_constants, inherited
 from config.learning_rate import learning_rate
 from config.past import Past, from_text, to_text
-from config.schema import GROUPS, Config
+from config.schema import GROUPS, Config, elements_of_run
 from config.validation import check
-from planner import memory
+from costs import memory
 from telemetry import log_lines
 from telemetry.log import Log, Printed
 
@@ -191,7 +190,7 @@ def test_memory_and_time_left_count_the_samples_of_the_run(batch, samples, monke
     with pytest.raises(UserError, match=f"the order of {most} samples takes "):
         memory.check_fits([], run, memory.ORDER_BYTES * most - 1)
     alike = replace(run, past=Past(), training=replace(run.training, steps=1, global_batch_size=1))
-    assert model_stats.elements_of_run(run) - model_stats.elements_of_run(alike) == most - 1
+    assert elements_of_run(run) - elements_of_run(alike) == most - 1
 
     shown: list[int] = []
     monkeypatch.setattr(log_lines, "of_step", lambda *facts: shown.append(facts[-1]) or "")

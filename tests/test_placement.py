@@ -10,9 +10,10 @@ import pytest
 import torch
 from ranks import start_ranks
 
-from config.errors import UserError, number_ranges
+from architecture.shape import ModelShape
+from base.errors import UserError, number_ranges
 from config.run_options import Run
-from config.schema import Layout, ModelShape
+from config.schema import Layout
 from distributed import gpus, placement, rendezvous
 from distributed.placement import Place
 

@@ -12,13 +12,13 @@ import pytest
 from ranks import ROOT
 
 import plan
+from architecture.shape import ModelShape
+from base.errors import UserError
 from config.command_line import parse_request, to_words
-from config.errors import UserError
-from config.schema import ModelShape
 from config.spelling import preset
 from config.validation import check_any_length
-from planner import layout_table, layouts, model_sizes, picture, questions
-from planner.step_time import predict as predict_step
+from costs.step_time import predict as predict_step
+from tools.planner import layout_table, layouts, model_sizes, picture, questions
 
 
 def ask(line: str) -> questions.Answer:

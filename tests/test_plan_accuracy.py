@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from ranks import ROOT
 
+from base.errors import UserError
 from benchmarks.planner import plan_accuracy as accuracy
 from benchmarks.planner import published_cases, published_rows
 from benchmarks.planner.source_accuracy import off_by
 from benchmarks.planner.stated_rows import StatedRow
-from config.errors import UserError
-from planner import hardware
+from costs import hardware
 
 VALUES = dict(hardware.fitted_values())
 FIGURES = ("in-sample", "held out")

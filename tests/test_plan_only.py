@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 
 import plan
-from config import block_kinds, model_stats
-from config.errors import UserError
-from config.schema import Layout, ModelShape, Training
+from architecture import block_kinds, model_stats
+from architecture.shape import ModelShape
+from base.errors import UserError
+from config.schema import Layout, Training
 from config.spelling import preset
-from planner import hardware, layouts, memory, op_costs, questions, step_time, time_terms
-from planner.enumeration import Asked
-from planner.job import Job
+from costs import hardware, memory, op_costs, step_time, time_terms
+from costs.job import Job
+from tools.planner import layouts, questions
+from tools.planner.enumeration import Asked
 
 H100, A100 = hardware.load("h100"), hardware.load("a100-80")
 # Mixtral 8x7B, as its config.json has it.

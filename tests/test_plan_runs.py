@@ -8,13 +8,14 @@ import pytest
 from ranks import ROOT
 
 import plan
+from base.errors import UserError
 from config.command_line import parse
-from config.errors import UserError
 from config.validation import check_any_length
-from planner import calibration, compare, hardware, questions, run_files
-from planner.auto_schedule import decide
-from planner.job import Job
-from planner.step_time import predict
+from costs import hardware
+from costs.auto_schedule import decide
+from costs.job import Job
+from costs.step_time import predict
+from tools.planner import calibration, compare, questions, run_files
 
 OLD = ROOT / "tests" / "data" / "run_189cc1d"
 H100, A100 = hardware.load("h100"), hardware.load("a100-80")

@@ -7,18 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from architecture.shape import ModelShape
+from base.errors import UserError
 from config.command_line import parse
-from config.errors import UserError
-from config.schema import Layout, ModelShape, Training
+from config.schema import Layout, Training
 from config.spelling import preset
 from config.validation import check
+from costs import hardware, memory, memory_terms, step_time
+from costs.job import Job
 from distributed.collectives import Group
 from distributed.context import most_ctas
 from distributed.mesh import mesh_of_run
-from planner import engines, hardware, layouts, memory, memory_terms, step_time
-from planner.enumeration import Asked
-from planner.job import Job
 from schedules import orders
+from tools.planner import engines, layouts
+from tools.planner.enumeration import Asked
 from watchdog.flight_recorder import FlightRecorder
 
 A100 = hardware.load("a100-80")

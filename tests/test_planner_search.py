@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plan
+from architecture.shape import ModelShape
+from base.errors import UserError
 from benchmarks.planner.plan_cases import least_of
 from config import command_line, validation
-from config.errors import UserError
-from config.schema import Layout, ModelShape, Training
+from config.schema import Layout, Training
 from config.validation import check_any_length
-from planner import hardware, layouts, memory, memory_terms, risk, step_time
-from planner.enumeration import SCHEDULES, Asked
-from planner.job import Job
-from planner.step_time import predict
+from costs import hardware, memory, memory_terms, risk, step_time
+from costs.job import Job
+from costs.step_time import predict
 from schedules import orders
+from tools.planner import layouts
+from tools.planner.enumeration import SCHEDULES, Asked
 
 MODEL = ModelShape(layers=12, hidden=4096, heads=32, seq_length=2048, vocab_size=250_000)
 SHAPE = "--layers 12 --hidden 4096 --heads 32 --seq-length 2048 --vocab-size 250000"

@@ -15,9 +15,9 @@ from test_store import World
 import plan
 import tune
 from config.command_line import parse
+from costs import hardware
 from optim import precision
-from planner import hardware
-from tuner import session
+from tools.tuner import session
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --steps 1"
 RUN = SHAPE.split()

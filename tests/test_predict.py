@@ -10,21 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.model_stats import parameters
-from config.schema import Layout, ModelShape, Training
+from architecture.model_stats import parameters
+from architecture.shape import ModelShape
+from config.schema import Layout, Training
 from config.spelling import preset
-from planner import engines, hardware, op_costs, risk, step_time, time_terms
-from planner.job import Job
+from costs import hardware, op_costs, risk, step_time, time_terms
+from costs.job import Job
 from schedules import long_schedule as long_schedules
 from schedules import orders, schedule, simulation
 from schedules.interleaved import Interleaved
 from schedules.long_schedule import LongSchedule
+from tools.planner import engines
 
 A100 = hardware.load("a100-80")
 
 
 def program(machine, engine):
-    """A machine with a program of planner/engines.toml."""
+    """A machine with a program of tools/planner/engines.toml."""
     facts = engines.programs()[engine]["software"]
     return engines.on(hardware.load(machine), facts)
 

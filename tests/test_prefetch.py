@@ -11,8 +11,9 @@ import torch
 from test_data import VOCAB, config_of, write_corpus
 
 import trainer
-from config.errors import UserError
-from config.schema import Config, Layout, ModelShape, Training
+from architecture.shape import ModelShape
+from base.errors import UserError
+from config.schema import Config, Layout, Training
 from config.validation import check
 from corpora import prefetch
 from corpora.prefetch import AHEAD, READERS, Prefetcher

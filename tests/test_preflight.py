@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import mpirun
 
+from base.errors import NodeError
 from config.command_line import parse
-from config.errors import NodeError
 from distributed import preflight
 from distributed.placement import Place
 from distributed.preflight import Peers, checks_nodes

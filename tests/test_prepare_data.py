@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.token_files import IndexedDataset
 from scripts import prepare_data
 

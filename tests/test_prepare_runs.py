@@ -20,7 +20,7 @@ from test_prepare_data import prepare, read
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import Split
 
-from config.errors import UserError
+from base.errors import UserError
 from corpora.token_files import IndexedDataset
 from scripts import documents, encode_documents, encoders, prepare_data, progress, word_cache
 from scripts.partial_job import PartialJob

@@ -16,12 +16,13 @@ import pytest
 from ranks import ROOT
 
 import plan
+from base.errors import UserError
 from config import schema
-from config.errors import UserError
 from config.schema import Layout
 from config.spelling import preset
-from planner import hardware, megatron_words, programs, torchtitan_words
-from planner.programs import PROGRAMS
+from costs import hardware
+from tools.planner import megatron_words, programs, torchtitan_words
+from tools.planner.programs import PROGRAMS
 
 DRAWN = 100  # commands of each program
 MODELS = {

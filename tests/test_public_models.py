@@ -8,9 +8,9 @@ from public_models import MODELS, V, write
 from test_sample import numbers, run_here
 
 import checkpoint
+from architecture.families import TOKENS, from_config, unread
+from base.errors import UserError
 from config.command_line import make_model, parse_request
-from config.errors import UserError
-from config.families import TOKENS, from_config, unread
 
 transformers = pytest.importorskip("transformers")
 PROMPT = [5, 17, 60, 40]

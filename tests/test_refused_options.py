@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from ranks import ROOT
 
+from base.errors import UserError
 from config import validation
 from config.command_line import parse
-from config.errors import UserError
 
 
 def lines() -> Iterator[tuple[str, int, str]]:

@@ -17,20 +17,20 @@ from ranks import ROOT
 
 import checkpoint
 import runs
+from architecture.families import read_object
+from base.errors import UserError
+from base.regular_files import open_regular, read_regular
 from config.command_line import parse_request, read_toml
-from config.errors import UserError
-from config.families import read_object
-from config.regular_files import open_regular, read_regular
 from corpora.mapped_files import MappedFile
 from corpora.tokenizer_files import load_tokenizer
-from numerics import spikes, traces
-from numerics.record import read
-from planner.run_files import rows_of
 from scripts import prepare_data
-from supervisor.decisions import read_entries
 from telemetry.log import Log
 from telemetry.loss_monitor import earlier_steps
-from tuner.trials import Trial, TrialStore
+from tools.numerics import spikes, traces
+from tools.numerics.record import read
+from tools.planner.run_files import rows_of
+from tools.supervisor.decisions import read_entries
+from tools.tuner.trials import Trial, TrialStore
 
 pytestmark = pytest.mark.usefixtures("ends")
 DEMO = ROOT / "tests/data"

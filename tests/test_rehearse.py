@@ -15,10 +15,10 @@ from ranks import ROOT, Outcome, fork_rehearsal, start
 from rehearsal_cases import CASES
 
 import rehearse
-from emulator.matching import RunTraces, deadlock, mismatches
-from emulator.recording import LOAD, READ, Event
-from planner import memory
+from costs import memory
 from schedules.orders import ORDERS
+from tools.emulator.matching import RunTraces, deadlock, mismatches
+from tools.emulator.recording import LOAD, READ, Event
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --pad-vocab-multiple 4 "
 SHAPE += "--precision bf16 --global-batch-size 8 "

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from compare import assert_close
 
-from config.schema import ModelShape
+from architecture.shape import ModelShape
 from distributed.mesh import Mesh
-from experts import Router
+from layers.experts import Router
 from optim.balance import Penalty
 from parallel import ParamFactory
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import ROOT
 
+from base.errors import UserError
 from benchmarks.planner import published_rows, row_table, stated_rows
 from benchmarks.planner.row_table import Cells, Row
-from config.errors import UserError
 
 PUBLIC = ROOT / "benchmarks" / "data" / "public"
 PLAIN = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?|\.[0-9]+")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import Job, fork_one, mpirun
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed import run_lock
 from distributed.early_end import node_name
 from distributed.run_lock import RunLock, in_use

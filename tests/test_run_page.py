@@ -10,9 +10,9 @@ import pytest
 from ranks import ROOT
 
 import runs
-from config.errors import UserError
-from numerics import run_page
-from numerics.record import read_steps
+from base.errors import UserError
+from tools.numerics import run_page
+from tools.numerics.record import read_steps
 
 OLD = ROOT / "tests/data/run_189cc1d"
 EVIL = '</text><script>alert("x")</script>&\x1b[31m$x_1$'

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import torch
 
 import trainer
-from config import model_stats, validation
+from architecture import model_stats
+from config import validation
 from config.command_line import parse
 from distributed.launch import Launch
 from telemetry import run_time

@@ -16,12 +16,12 @@ from ranks import ROOT, fork_one
 from test_run_lock import holder
 
 import runs
-from config.errors import UserError
-from config.model_stats import model_flops
-from numerics import chart, table
-from numerics.record import differing, find, read
-from planner import run_files
-from planner.picture import PALETTE
+from architecture.model_stats import model_flops
+from base.errors import UserError
+from tools.numerics import chart, table
+from tools.numerics.record import differing, find, read
+from tools.planner import run_files
+from tools.planner.picture import PALETTE
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 61 --device cpu"
 OPTIONS = f"{SHAPE} --global-batch-size 4 --eval-every 2 --eval-samples 4 --save-every 4"

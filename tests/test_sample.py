@@ -17,15 +17,15 @@ from compare import assert_close
 from test_golden import without_layout
 
 import checkpoint
-import decoding
 import sample
+from base.errors import UserError
 from config import validation
 from config.command_line import parse
-from config.errors import UserError
 from corpora import text
 from corpora.encoder import END
-from decoding import SamplingParams, choose
 from distributed.launch import Launch
+from inference import decoding
+from inference.decoding import SamplingParams, choose
 
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab_size": 131, "seq_length": 40}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "bias": False, "positions": "rotary"}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from ranks import ROOT
 from test_data import VOCAB, write_corpus
 
+from base.errors import UserError
 from benchmarks.peers.data_cases import REASONS, compare_all
 from benchmarks.peers.megatron_data import Megatron
-from config.errors import UserError
 from corpora import sample_order
 from corpora.sample_order import GPTSamples, split_ranges
 

@@ -12,10 +12,10 @@ import torch
 from checkpoint_worker import build_run, make, run
 from ranks import fork_ranks
 
+from base.errors import SaveError, UserError
 from checkpointing import file_format, folders, save, writer
 from checkpointing.index import Index
 from checkpointing.state import Progress
-from config.errors import SaveError, UserError
 from distributed.stop_conditions import RequestedAction
 
 

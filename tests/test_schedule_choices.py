@@ -11,7 +11,7 @@ from test_checkpoint import check_chain
 from test_golden import TOLERANCE, check_lines, effect_of_rounding, lines_of
 
 from config import validation
-from planner.auto_schedule import decide
+from costs.auto_schedule import decide
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.planner import tune_replay
-from tuner.search import Search
+from tools.tuner.search import Search
 
 
 def grid(slope: float) -> tuple[list[float], list[tuple], list[float]]:

@@ -3,11 +3,11 @@
 import pytest
 
 import plan
+from architecture import model_stats
+from architecture.shape import ModelShape
+from base.errors import UserError
 from benchmarks.planner import plan_accuracy, published_cases, published_rows, shape_order
-from config import model_stats
-from config.errors import UserError
-from config.schema import ModelShape
-from planner import hardware
+from costs import hardware
 
 
 def ask(words: str) -> plan.Answer:

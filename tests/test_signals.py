@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from ranks import ROOT
 
+from base import errors
 from benchmarks.faults import signals as moments
-from config import errors
 from distributed import stop_conditions
 from distributed.stop_conditions import Signals, outlook
 from trainer import Trainer
@@ -110,7 +110,7 @@ def test_one_line_of_all_ranks_is_printed(capfd):
     assert capfd.readouterr().err.splitlines() == ["a line on first", "a line on end"]
 
 
-# Runs a program, and sends SIGINT at its import number N after it has imported config.errors.
+# Runs a program, and sends SIGINT at its import number N after it has imported base.errors.
 INTERRUPTED = """
 import runpy, signal, sys
 

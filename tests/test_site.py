@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from ranks import ROOT, start
 
-from config.run_options import as_typed
+from base.options import as_typed
 from config.schema import GROUPS
 from scripts import help_tables, site_pages
 

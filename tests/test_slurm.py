@@ -18,8 +18,8 @@ from test_switches import check_stopped, run
 from config import validation
 from config.command_line import parse
 from scripts import requeue
-from supervisor.decisions import Decision, Journal, SupervisorAction
-from supervisor.evidence import Evidence
+from tools.supervisor.decisions import Decision, Journal, SupervisorAction
+from tools.supervisor.evidence import Evidence
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()

@@ -4,8 +4,9 @@ import dataclasses
 
 from config import command_line
 from config.schema import Layout
-from planner import enumeration, hardware, risk
-from tuner import search_space
+from costs import hardware, risk
+from tools.planner import enumeration
+from tools.tuner import search_space
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
 

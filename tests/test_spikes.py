@@ -14,13 +14,13 @@ from ranks import Outcome, fork_ranks, mpi_command, start
 
 import data
 import trainer
+from base.errors import number_ranges
 from checkpointing.index import Index
 from config.command_line import parse
-from config.errors import number_ranges
 from config.validation import check
 from corpora.token_files import IndexedDatasetWriter
-from numerics import spikes
 from telemetry.loss_monitor import WINDOW, earlier_steps, layer_of, sketch
+from tools.numerics import spikes
 
 # The samples 180 to 183, step 46, hold random tokens.
 PLANTED = "180:184"

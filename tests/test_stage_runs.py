@@ -11,7 +11,7 @@ from small_corpora import write_corpora
 from test_stages import written
 
 from checkpointing.index import Index
-from numerics.table import table
+from tools.numerics.table import table
 
 SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--seq-length", "16"]
 SMALL += ["--vocab-size", "61", "--lr", "1e-2", "--precision", "fp64", "--save-every", "1000"]

@@ -14,9 +14,9 @@ import pytest
 from small_corpora import write_chats, write_corpora
 
 import data
+from base.errors import UserError
 from checkpointing.resumed import has_order_of
 from config.command_line import parse_request
-from config.errors import UserError
 from config.inherited import Inherited, inherited
 from config.learning_rate import learning_rate, rate_at
 from config.past import from_text, to_text

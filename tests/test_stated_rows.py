@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
+from base.errors import UserError
 from benchmarks.planner import check_rows, source_accuracy, stated_rows
 from benchmarks.planner import plan_accuracy as accuracy
 from benchmarks.planner.source_accuracy import Guess
-from config.errors import UserError
-from planner import hardware
+from costs import hardware
 from schedules.partition import BLOCKS_ALONE, stage_specs
 
 PUBLIC = ROOT / "benchmarks" / "data" / "public"

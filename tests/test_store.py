@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from ranks import ROOT
 
-from config.errors import NodeError, UserError
+from base.errors import NodeError, UserError
 from distributed import store as job_store
 from distributed.store import NoAnswer, StoreExchange
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ranks import Job, fork_ranks, free_port, mpi_command
 from strangers import HOST, Strangers
 
-from config.errors import UserError
+from base.errors import UserError
 from distributed import store as job_store
 from distributed.early_end import node_name
 from watchdog import handshake, heartbeat, monitor

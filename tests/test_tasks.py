@@ -18,16 +18,16 @@ from ranks import fork_one, results_of
 from test_families import V, their_model
 
 import trainer
+from base.errors import UserError
 from checkpointing import hf_export
 from checkpointing.index import Index
 from checkpointing.load import load_weights
 from config import validation
 from config.command_line import parse
-from config.errors import UserError
 from config.run_options import TaskFile, parse_task_files
 from corpora import tasks
 from corpora.text import Text
-from scoring import Scorer
+from inference.scoring import Scorer
 
 # ------------------------------------------------------------------------------------------------
 # Rows and tokens

@@ -20,7 +20,7 @@ import zstandard
 from ranks import ROOT
 from test_prepare_data import prepare, read
 
-from config.errors import UserError
+from base.errors import UserError
 from config.run_options import TaskFile
 from corpora import text_sources
 from corpora.tasks import read_rows

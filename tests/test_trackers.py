@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from ranks import fork_one
 
+from base.errors import UserError
 from config import command_line
-from config.errors import UserError
 from config.run_options import TRACKED_RUNS
 from corpora.token_files import IndexedDatasetWriter
 from telemetry import trackers

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from config.schema import LOGITS_AT_ONCE
 from distributed.mesh import Mesh
-from loss import cross_entropy
+from layers.loss import cross_entropy
 from parallel import ParamSpec
 
 # Half of the L2 of an H100, which has 50 MB in two halves: a kernel reads one tensor of that size

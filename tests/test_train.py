@@ -14,9 +14,9 @@ from compare import assert_close
 from ranks import fork_one, fork_ranks, mpi_command, start
 
 import trainer
+from base.cli import VERSION
 from checkpointing import folders
 from config import schema as configuration
-from config.cli import VERSION
 from config.learning_rate import learning_rate
 from corpora.token_files import IndexedDatasetWriter
 from distributed import garbage, placement

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import ranks
 
-from config import command_line, model_stats
-from planner import hardware
-from tuner import search_space, trials
-from tuner.trials import Runner, TrialStore, classify
+from architecture import model_stats
+from config import command_line
+from costs import hardware
+from tools.tuner import search_space, trials
+from tools.tuner.trials import Runner, TrialStore, classify
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_trainer.py')} {{ranks}}"
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"

@@ -13,9 +13,9 @@ import ranks
 from ranks import ROOT
 
 import tune
-from config.errors import UserError
-from tuner import session
-from tuner.session import BudgetSpent
+from base.errors import UserError
+from tools.tuner import session
+from tools.tuner.session import BudgetSpent
 
 FAKE = f"{sys.executable} {ROOT}/tests/fake_trainer.py {{ranks}}"
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"

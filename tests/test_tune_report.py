@@ -8,13 +8,15 @@ import pytest
 from test_run_page import Tags
 from test_tune import SHAPE, tuned
 
-from config import command_line, model_stats, validation
-from planner import hardware, picture
-from planner.layouts import Rejected
-from tuner import report_page, result_tables
-from tuner.result_tables import LayoutResult, SearchResult
-from tuner.search_space import Candidate
-from tuner.trials import Trial
+from architecture import model_stats
+from config import command_line, validation
+from costs import hardware
+from tools.planner import picture
+from tools.planner.layouts import Rejected
+from tools.tuner import report_page, result_tables
+from tools.tuner.result_tables import LayoutResult, SearchResult
+from tools.tuner.search_space import Candidate
+from tools.tuner.trials import Trial
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from small_corpora import END, write_chats
 
 import checkpoint
 import sample
+from base.errors import UserError
 from checkpointing import folders, resumed
 from checkpointing.resumed import inherited_options
 from config.command_line import parse_request
-from config.errors import UserError
-from numerics import diff, record
+from tools.numerics import diff, record
 
 WORDS = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --device cpu --no-watchdog"
 SAVED = "--steps 6 --save-every 3"

@@ -10,8 +10,8 @@ from ranks import fork_ranks
 from test_golden import check_lines
 
 import checkpoint
+from base.errors import UserError
 from checkpointing.index import Index
-from config.errors import UserError
 
 SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--seq-length", "16"]
 SMALL += ["--vocab-size", "61", "--global-batch-size", "8", "--lr", "1e-2", "--steps", "5"]

@@ -17,16 +17,16 @@ from test_golden import check_lines
 from test_losses import configure, rows
 from test_peaks import PeakBytes
 
-import loss
 import trainer
 from config import validation
 from config.schema import Layout, Training
+from costs import hardware, memory_terms
+from costs.job import Job
 from distributed.launch import Launch
 from distributed.mesh import Mesh
-from loss import cross_entropy
+from layers import loss
+from layers.loss import cross_entropy
 from parallel import ParamSpec
-from planner import hardware, memory_terms
-from planner.job import Job
 
 WORDS, PADDED = 100, 112
 
@@ -169,7 +169,7 @@ def test_the_plan_counts_what_the_head_keeps_for_it():
 
 
 def test_a_coefficient_below_0_is_refused():
-    from config.errors import UserError
+    from base.errors import UserError
 
     with pytest.raises(UserError, match="z-loss"):
         configure("--steps 1 --z-loss -1e-4")

@@ -9,14 +9,14 @@ import pytest
 from ranks import fork_ranks
 from test_golden import check_lines
 
+from architecture.model_stats import parameters
+from base.errors import UserError
 from config.command_line import parse
-from config.errors import UserError
-from config.model_stats import parameters
 from config.schema import Layout, Training
 from config.spelling import preset
 from config.validation import check
-from planner import hardware, memory, step_time
-from planner.job import Job
+from costs import hardware, memory, step_time
+from costs.job import Job
 
 A100 = hardware.load("a100-80")
 

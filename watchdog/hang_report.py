@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.errors import NodeError, number_ranges
+from base.errors import NodeError, number_ranges
 from watchdog.flight_recorder import describe_place
 
 Ranks = dict[int, dict[str, Any]]  # the result of monitor.Rank.to_dict of each rank, by its number

@@ -24,10 +24,11 @@ import psutil
 
 import data
 import trainer
+from architecture import model_stats
 from benchmarks.peers.peer_worker import peak_bytes, reset_peak
 from benchmarks.ratios import in_turns
-from config import model_stats, validation
 from config import schema as configuration
+from config import validation
 from config.command_line import build
 from distributed.context import Context, start
 from distributed.launch import discover

@@ -23,11 +23,11 @@ import torch
 
 import data
 import trainer
+from base.cli import Parser
+from base.errors import UserError, exit_with
 from benchmarks.results_file import machine
 from config import validation
-from config.cli import Parser
 from config.command_line import build
-from config.errors import UserError, exit_with
 from telemetry.numerics_trace import NumericsTrace
 
 RESULTS = ROOT / "benchmarks" / "results" / "trace_cost.md"

@@ -21,9 +21,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
 from ranks import results_of
 
+from base.cli import Parser
+from base.errors import UserError, exit_with
 from benchmarks.results_file import add_options, from_options, machine
-from config.cli import Parser
-from config.errors import UserError, exit_with
 
 RESULTS = ROOT / "benchmarks" / "results" / "audit.md"
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 8, "vocab_size": 32}

@@ -26,9 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]  # the project's own modules
 
+from base.cli import Parser
+from base.errors import UserError, exit_with
 from benchmarks.results_file import add_options, from_options, machine
-from config.cli import Parser
-from config.errors import UserError, exit_with
 
 FAULTS = Path(__file__).with_suffix(".toml")
 RESULTS = ROOT / "benchmarks" / "results" / "check.md"
@@ -44,9 +44,9 @@ behind weights that are wrong; no small tensor was as large as those that severa
 parts; and a bucket of gradients had so few parameters that it never was reduced too early. Mended
 were these kinds: the two sums of z-loss (and a head that returns two losses a token, which had no
 record), an evaluation between steps, all sizes from which tensors take another path
-(checker/thresholds.py), buckets with several parameters. Two operations were named as those of
-any matrix: the gradients of a tensor that attention uses, and of experts, have words of their own
-now. One pattern did not think of a layout in which the first block is on a middle stage; it was
+(tools/checker/thresholds.py), buckets with several parameters. Two operations were named as those
+of any matrix: the gradients of a tensor that attention uses, and of experts, have words of their
+own now. One pattern did not think of a layout in which the first block is on a middle stage; it was
 widened. With that 20 are found, with 20 tensors and 20 operations.
 
 Of the sixty, `with ZeRO gradients are not clipped` was not found at first: no gradient of the

@@ -28,9 +28,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
 import fault_worker
 
+from base.cli import Parser
+from base.errors import UserError, exit_with
 from benchmarks import results_file
-from config.cli import Parser
-from config.errors import UserError, exit_with
 
 FAULTS = ("killed", "stopped", "data", "loop", "raise")
 LESS_OFTEN = ("gil", "evaluate", "write")  # every third round

@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
 from benchmarks.device_rates import EDGE, copy_rate, gemm_rate, seconds_of
-from checker import bandwidth
 from config.command_line import parse as parse_options
-from planner import hardware
+from costs import hardware
+from tools.checker import bandwidth
 
 # (options of train.py, micro-batch): the models of all parts, the most important first.
 MODELS = {

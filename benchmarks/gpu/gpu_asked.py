@@ -21,11 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
+from architecture import model_stats
 from benchmarks.gpu.gpu import MODELS, Section, machine_of, this_machine
 from benchmarks.gpu.gpu_models import AS_IT_IS, COMPILED, configuration, training
-from config import model_stats
-from planner import hardware, step_time
-from planner.job import Job
+from costs import hardware, step_time
+from costs.job import Job
 
 LEAST_MFU, LEAST_RATIO = 0.5, 1.08  # share of the peak; ratio of tokens/s to the plain loop
 MEMORY_WITHIN, STEP_WITHIN = 0.02, 0.08

@@ -32,10 +32,10 @@ sys.path.insert(0, str(ROOT))  # also as a plugin of pytest
 
 import psutil
 
+from base.cli import Parser
+from base.errors import UserError, exit_with
 from benchmarks.results_file import commit
-from checker.cluster import known_model
-from config.cli import Parser
-from config.errors import UserError, exit_with
+from tools.checker.cluster import known_model
 
 REHEARSAL_LIMITS = 4.0  # a CPU takes several times as long
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun

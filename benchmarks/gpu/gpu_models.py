@@ -37,17 +37,18 @@ from torch.profiler import ProfilerActivity, profile
 
 import data
 import trainer
-from attention import attention_kernel
+from architecture import model_stats
 from benchmarks.device_rates import synchronise
 from benchmarks.gpu.gpu import MODELS, Section, this_machine
 from benchmarks.gpu.plain_gpt import WHAT, plain_loop
 from benchmarks.ratios import in_turns
-from config import model_stats, validation
+from config import validation
 from config.command_line import parse as parse_options
 from config.schema import Config
 from distributed.context import start
 from distributed.garbage import collecting_between_steps
 from distributed.launch import Launch
+from layers.attention import attention_kernel
 
 # A step has 8 micro-batches: with 4 x 2048 tokens each, on 8 GPUs, half a million tokens.
 MICRO_BATCHES = 8

@@ -11,9 +11,9 @@ its loss as one, which leaves each fused as far as inductor goes and compiles in
 import torch
 from torch import Tensor, nn
 
+from architecture.shape import ModelShape
+from base.errors import UserError
 from benchmarks.peers.peer_worker import GPT, Loop, Shape, mean_loss
-from config.errors import UserError
-from config.schema import ModelShape
 
 WHAT = (
     "plain PyTorch: torch.compile of each block and of head and loss, fp32 weights under bf16 "

@@ -11,8 +11,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import golden_worker
 
+from base.errors import UserError
 from config import validation
-from config.errors import UserError
 
 
 def draw_case(

@@ -18,9 +18,9 @@ import golden_worker
 from muon_layouts import MODES, ONE_STEP, drawn_jobs, largest_differences
 from ranks import results_of
 
+from architecture.model_stats import model_flops
 from benchmarks.results_file import head, main_in_parts
-from config.model_stats import model_flops
-from planner import muon_terms
+from costs import muon_terms
 
 RESULTS = ROOT / "benchmarks" / "results" / "muon.md"
 LAYOUTS = 150  # of each mode and precision

@@ -14,9 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-from config.cli import Parser
-from config.errors import sentences
-from config.paths import check_folder
+from base.cli import Parser
+from base.errors import sentences
+from base.paths import check_folder
 
 MODEL = "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --positions rotary"
 TRAINING = "--global-batch-size 4 --steps 200 --lr 3e-3 --min-lr 3e-4 --lr-warmup-samples 80"

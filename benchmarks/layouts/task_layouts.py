@@ -32,7 +32,7 @@ from benchmarks.layouts.drawn_layouts import draw_case, starts
 from benchmarks.results_file import head, main_in_parts
 from config import validation
 from corpora.tasks import ScoringRequest, TaskSet
-from scoring import Scorer
+from inference.scoring import Scorer
 
 RESULTS = ROOT / "benchmarks" / "results" / "tasks.md"
 LAYOUTS = {2: 40, 4: 60, 8: 20}  # by the number of ranks

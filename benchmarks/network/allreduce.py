@@ -7,7 +7,7 @@
 Groups are measured alone (the first of each kind) and all at once, as in training. There is no
 barrier between trials; a trial's time is the mean over the ranks of the slowest group. Writes
 allreduce.csv, pairs.csv and calibration.toml (for plan.py and tune.py) into --out.
-Definitions: checker/bandwidth.py.
+Definitions: tools/checker/bandwidth.py.
 """
 
 import argparse
@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from checker.bandwidth import (
+from base.cli import Parser
+from base.errors import UserError, exit_with
+from base.paths import check_folder
+from config.run_options import Run
+from config.schema import Layout
+from costs import hardware
+from distributed.launch import Launch, discover
+from tools.checker.bandwidth import (
     OPERATIONS,
     Measured,
     by_series,
@@ -35,16 +42,9 @@ from checker.bandwidth import (
     slow_links,
     write_csv,
 )
-from config.cli import Parser
-from config.errors import UserError, exit_with
-from config.paths import check_folder
-from config.run_options import Run
-from config.schema import Layout
-from distributed.launch import Launch, discover
-from planner import hardware
 
 if TYPE_CHECKING:  # mistakes are said before torch is imported
-    from checker.timed_collectives import RankGroups
+    from tools.checker.timed_collectives import RankGroups
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAIR_BYTES = 16 * MIB
@@ -116,7 +116,7 @@ def placed(tp: int, pp: int, size: int) -> Layout:
 def run(given, world: "RankGroups", layout: Layout) -> list[Measured]:
     """All rows, each printed when it is measured."""
     largest = min(given.max_bytes, world.free_bytes())
-    from checker.timed_collectives import Plan, check_sum, measure
+    from tools.checker.timed_collectives import Plan, check_sum, measure
 
     plan = Plan(given.trials, given.warm_ups, given.seconds)
     check_sum(world)
@@ -162,7 +162,7 @@ def conclude(given, world: "RankGroups", measured: list[Measured], extra: dict[s
 def scan(given, world: "RankGroups") -> None:
     """The pair scan, printed and written; collective."""
     size = min(PAIR_BYTES, given.max_bytes)
-    from checker.timed_collectives import pair_scan
+    from tools.checker.timed_collectives import pair_scan
 
     pairs = pair_scan(world, size)
     if world.context.rank:
@@ -195,8 +195,8 @@ def main() -> None:
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     from benchmarks.network.rates import rates
-    from checker.timed_collectives import RankGroups, limits_of_sms
     from distributed.context import start
+    from tools.checker.timed_collectives import RankGroups, limits_of_sms
 
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None

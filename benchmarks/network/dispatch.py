@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import node_dispatch_worker
 from ranks import results_of
 
+from architecture.dispatch import LEAST_SPARED, TopK, copies_elsewhere, rows_elsewhere, sends_once
 from benchmarks.results_file import machine
-from config.dispatch import LEAST_SPARED, TopK, copies_elsewhere, rows_elsewhere, sends_once
-from planner.time_terms import BESIDE
+from costs.time_terms import BESIDE
 
 RESULTS = ROOT / "benchmarks" / "results" / "dispatch.md"
 SECONDS = 1800
@@ -107,7 +107,7 @@ def report(results: dict[str, dict]) -> str:
         "",
         "Counted bytes that a token sends to ranks of other nodes, there and back, forward and",
         "backward, with numbers of rows: k rows as often as it has experts there, or one copy.",
-        "Planned: the quotient by the closed form of config/dispatch.py, without numbers of rows.",
+        "Planned: the quotient by the closed form of dispatch.py, without numbers of rows.",
         f"Taken: whether a run sends one copy, which is where a share of {LEAST_SPARED} is spared.",
         "",
         "| experts | nodes x ranks | k rows | one copy | quotient | planned "

@@ -3,8 +3,8 @@
 import psutil
 
 from benchmarks.device_rates import copy_rate, gemm_rate
-from checker.timed_collectives import RankGroups
-from planner import hardware
+from costs import hardware
+from tools.checker.timed_collectives import RankGroups
 
 
 def rates(world: RankGroups, machine: hardware.Machine | None) -> dict[str, float]:

@@ -28,13 +28,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import trainer
+from architecture import model_stats
+from base.cli import Parser
+from base.errors import UserError, exit_with
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
-from config import model_stats, validation
 from config import schema as configuration
-from config.cli import Parser
+from config import validation
 from config.command_line import build
-from config.errors import UserError, exit_with
 from distributed.context import start
 from distributed.launch import discover
 

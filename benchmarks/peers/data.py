@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from base.cli import Parser
 from benchmarks.peers.megatron_data import Megatron
-from config.cli import Parser
 from config.run_options import Data
 from corpora.blends import blend_order, normalise
 from corpora.mapped_files import ArrayCache

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 import data
+from base.cli import Parser
+from base.errors import UserError
 from benchmarks.peers.megatron_data import Megatron
-from config.cli import Parser
 from config.command_line import parse
-from config.errors import UserError
 from corpora.sample_order import split_ranges
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 

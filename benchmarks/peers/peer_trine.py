@@ -18,10 +18,10 @@ import torch
 
 import data
 import trainer
+from base.errors import UserError, exit_with
 from benchmarks.peers.peer_worker import LR, SEED, Answers, serve
 from config import validation
 from config.command_line import parse
-from config.errors import UserError, exit_with
 from config.schema import Config
 from distributed.context import Context, start
 from distributed.launch import discover

@@ -34,12 +34,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
+from base.cli import Parser
+from base.errors import UserError, exit_with
 from benchmarks.peers.peer_sides import Block, Side, SideError, check_equal
 from benchmarks.peers.peer_worker import Shape
 from benchmarks.ratios import in_turns, ratio
 from benchmarks.results_file import head
-from config.cli import Parser
-from config.errors import UserError, exit_with
 
 SHAPES = {
     "4 x 256": Shape(4, 256, 8, 8192, 256, 2, 4),

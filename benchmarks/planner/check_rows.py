@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from base.cli import Parser
+from base.errors import sentences
 from benchmarks.planner import published_rows, stated_rows
 from benchmarks.planner.row_table import RowTable
-from config.cli import Parser
-from config.errors import sentences
 
 
 def main(arguments: list[str]) -> None:

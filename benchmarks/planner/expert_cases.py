@@ -15,11 +15,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from architecture.shape import ModelShape
 from benchmarks.planner.stated_rows import StatedRow
 from config.command_line import read_toml
-from config.schema import Layout, ModelShape, Training
-from planner import engines, hardware
-from planner.expert_engines import AGAIN, ExpertEngine
+from config.schema import Layout, Training
+from costs import hardware
+from tools.planner import engines
+from tools.planner.expert_engines import AGAIN, ExpertEngine
 
 DATA = ROOT / "benchmarks" / "data"
 MACHINES = {"H100": "h100-megatron", "H200": "h200-megatron"}

@@ -17,13 +17,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from base.cli import Parser
+from base.errors import sentences
 from benchmarks.planner import expert_cases, rates
 from benchmarks.planner.expert_cases import ExpertRow
 from benchmarks.planner.source_accuracy import FLAGGED, errors
-from config.cli import Parser
-from config.errors import sentences
-from planner import hardware, memory, risk
-from planner.job import Job
+from costs import hardware, memory, risk
+from costs.job import Job
 
 SHOWN = ("expert_tile", "expert_host", "expert_scans", "blackwell_per_watt", "h100_gemm_fraction")
 WORDS = {

@@ -21,9 +21,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from config.cli import Parser
-from config.errors import sentences
-from planner.scaling_laws import LAWS, Law
+from base.cli import Parser
+from base.errors import sentences
+from tools.planner.scaling_laws import LAWS, Law
 
 ROWS = ROOT / "benchmarks" / "data" / "gemstones.csv"
 START = (0.3, 0.4, 0.5)  # exponents with which the search begins

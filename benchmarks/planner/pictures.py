@@ -17,13 +17,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from base.cli import Parser
+from base.errors import UserError, sentences
 from benchmarks.planner import plan_accuracy, published_cases, published_rows
-from config.cli import Parser
-from config.errors import UserError, sentences
-from planner import hardware
-from planner.picture import LIGHT, SETTINGS, themed
+from costs import hardware
 from schedules import orders
 from schedules.simulation import bubble, simulate, unit_seconds
+from tools.planner.picture import LIGHT, SETTINGS, themed
 
 COLORS = {"F": LIGHT["mark"], "B": LIGHT["good"], "W": LIGHT["line"]}
 RANKS, MICRO_BATCHES = 4, 8

@@ -6,7 +6,7 @@
     python benchmarks/planner/plan_accuracy.py --rows mine.csv --skip  # without rows with mistakes
     python benchmarks/planner/plan_accuracy.py --fit  # constants refitted on all rows
 
-In-sample: the constants of hardware/fitted.toml and planner/engines.toml. Held out: for each
+In-sample: the constants of hardware/fitted.toml and tools/planner/engines.toml. Held out: for each
 section of the rows, the constants are refitted on the published rows without that section, and
 predict it; rows of --rows that are not among the published ones are never fitted on. Duplicates and
 rows that are marked invalid in the file are left out; all others count.
@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from base.cli import Parser
+from base.errors import UserError, sentences
 from benchmarks.planner import (
     published_cases,
     published_rows,
@@ -32,10 +34,8 @@ from benchmarks.planner import (
 from benchmarks.planner.robust_fit import moved, refit, slopes, solve
 from benchmarks.planner.source_accuracy import errors, predictions
 from benchmarks.ratios import kendall_tau
-from config.cli import Parser
-from config.errors import UserError, sentences
-from planner import hardware, memory
-from planner.job import Job
+from costs import hardware, memory
+from costs.job import Job
 
 DATA = ROOT / "benchmarks" / "data"
 

@@ -34,18 +34,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 import plan
+from base.errors import UserError
 from benchmarks.results_file import ResultsFile, machine
 from config import command_line
-from config.errors import UserError
 from config.schema import Config, Layout
 from config.validation import check_any_length
-from planner import layouts, memory
-from planner.closed_form import ClosedForm
-from planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, Asked, Table, divisors
-from planner.job import Job
-from planner.partition_costs import blocks_of
-from planner.questions import Question
-from planner.step_time import predict, with_networks
+from costs import memory
+from costs.job import Job
+from costs.partition_costs import blocks_of
+from costs.step_time import predict, with_networks
+from tools.planner import layouts
+from tools.planner.closed_form import ClosedForm
+from tools.planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, Asked, Table, divisors
+from tools.planner.questions import Question
 
 NEAR = 1.001  # a layout is faster if it takes less than 1 / NEAR of the time
 DOUBT = 0.95  # no layout is faster than this share of its closed form

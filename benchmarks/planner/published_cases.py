@@ -13,7 +13,8 @@ from benchmarks.planner import published_rows
 from benchmarks.planner.published_rows import WORDS, integer
 from benchmarks.planner.stated_rows import StatedRow
 from config.schema import Layout, Training
-from planner import engines, hardware
+from costs import hardware
+from tools.planner import engines
 
 # Virtual stages that the source states elsewhere: (layers, pp) of Megatron's tables in
 # examples/sc21/run_table_1.sh and arXiv 2205.05198. The H100 table states none: 4 is assumed.

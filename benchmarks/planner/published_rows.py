@@ -8,12 +8,19 @@ column `machine` state more, which stated_rows reads.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from architecture.model_stats import (
+    FORMULAS,
+    block_parameters,
+    hardware_flops,
+    model_flops,
+    parameters,
+)
+from architecture.shape import ModelShape
+from base.errors import UserError
 from benchmarks.planner import row_table
 from benchmarks.planner.row_table import Cells, Row, RowTable
-from config.errors import UserError
-from config.model_stats import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
 from config.run_options import OPTIMIZERS
-from config.schema import SCHEDULES, ModelShape
+from config.schema import SCHEDULES
 
 # fmt: off
 COLUMNS = (

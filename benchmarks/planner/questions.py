@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import plan
-from config.cli import Parser
+from base.cli import Parser
+from base.errors import UserError, sentences
 from config.command_line import read_toml
-from config.errors import UserError, sentences
 
 ONE_CELL = re.compile(r"\b(interleaved|full|selective) (\d+)|(?<=\d) (?=B\b)")  # of two words
 LEFT_OUT = ("90%", "bubble", "risk", "sp", "s/slow", "waves", "products", "attn", "why")

@@ -17,13 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from base.cli import Parser
+from base.errors import sentences
 from benchmarks.planner import expert_cases, published_cases, published_rows, stated_rows
 from benchmarks.planner.robust_fit import refit, refit_without_each
 from benchmarks.planner.source_accuracy import errors
 from benchmarks.planner.stated_rows import StatedRow
-from config.cli import Parser
-from config.errors import sentences
-from planner import hardware
+from costs import hardware
 
 DATA = ROOT / "benchmarks" / "data"
 # The dense sources of Megatron-Core's runs, files of data/public; its README's table is "H100".

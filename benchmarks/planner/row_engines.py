@@ -1,5 +1,5 @@
-"""Facts of a row's training program that its columns lack: from planner/engines.toml, and from
-the row's own `software`, `inexpressible` and `note`.
+"""Facts of a row's training program that its columns lack: from engines.toml, and from the
+row's own `software`, `inexpressible` and `note`.
 """
 
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from architecture.shape import ModelShape
+from base.errors import nearest
 from benchmarks.planner.published_rows import KERNEL, YES_NO
 from benchmarks.planner.row_table import Cells
-from config.errors import nearest
-from config.schema import Layout, ModelShape, Training
-from planner.engines import ProgramSoftware
+from config.schema import Layout, Training
+from tools.planner.engines import ProgramSoftware
 
 # The engine of rows that have no column `engine`, by the letters that their names begin with.
 PREFIXES = {

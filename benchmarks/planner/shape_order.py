@@ -17,13 +17,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from architecture import model_stats
+from base.cli import Parser
+from base.errors import sentences
 from benchmarks.planner import plan_accuracy, published_cases, published_rows
 from benchmarks.planner.plan_accuracy import DATA
 from benchmarks.planner.stated_rows import StatedRow
-from config import model_stats
-from config.cli import Parser
-from config.errors import sentences
-from planner import hardware
+from costs import hardware
 
 TOLD_APART = 0.02
 # By the table's name, its rows in benchmarks/data/measured_rows.csv.

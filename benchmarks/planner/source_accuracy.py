@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from base.errors import UserError
 from benchmarks.planner.robust_fit import refit_without_each
 from benchmarks.planner.stated_rows import StatedRow
 from benchmarks.ratios import kendall_tau
-from config.errors import UserError
-from planner import hardware, memory, risk, step_time
-from planner.job import Job
+from costs import hardware, memory, risk, step_time
+from costs.job import Job
 
 FLAGGED = 0.2  # risk from which a row counts as predicted to run out: a lost job costs most
 RECOMPUTATIONS = ("none", "selective", "full")  # from the least to the most
@@ -108,7 +108,7 @@ def possible(rows: Sequence[StatedRow], values: dict[str, float]) -> list[Stated
 # ---- Fitting -------------------------------------------------------------------------------------
 
 # Refitted without a source before it is predicted. What only one source could determine is not
-# fitted at all, but stated (planner/engines.toml) or assumed (hardware/).
+# fitted at all, but stated (tools/planner/engines.toml) or assumed (hardware/).
 FITTED = ("a100_torch_gemm", "h100_torch_gemm", "nvlink_latency")
 # Sources that are never fitted on here: its layout is assumed; those of Megatron-Core, which
 # rates.py fits; those of Trine itself; and those of November 2026, which came after the constants.

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from architecture.shape import ModelShape
+from base.errors import UserError
 from benchmarks.planner import published_rows, row_engines
 from benchmarks.planner.published_rows import RECOMPUTATION, YES_NO
 from benchmarks.planner.row_table import Cells, RowTable
-from config.errors import UserError
-from config.schema import SCHEDULES, Layout, ModelShape, Training
-from planner import engines, hardware
+from config.schema import SCHEDULES, Layout, Training
+from costs import hardware
+from tools.planner import engines
 
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
 ACTIVATIONS = {name: name for name in ("gelu", "gelu_tanh", "swiglu")}

@@ -29,14 +29,14 @@ sys.path.insert(0, str(ROOT))
 
 import numpy
 
+from base.cli import Parser
+from base.errors import UserError, sentences
 from benchmarks.planner import plan_accuracy as accuracy
 from benchmarks.planner import published_cases, published_rows
 from benchmarks.planner.stated_rows import StatedRow
-from config.cli import Parser
-from config.errors import UserError, sentences
 from config.schema import Config
-from planner import hardware
-from tuner.search import Search, features
+from costs import hardware
+from tools.tuner.search import Search, features
 
 DATA = ROOT / "benchmarks" / "data"
 CPU = DATA / "tune_cpu.csv"
@@ -99,8 +99,8 @@ def replay(
     """Search among the rows of one table; rows without seconds are runs that failed.
 
     `trial` gives the seconds of one run of a row, which vary around the row's by `noise` (standard
-    deviation of the logarithm): the contenders then run once more, as in tuner/session.py. At most
-    `most` runs take place.
+    deviation of the logarithm): the contenders then run once more, as in tools/tuner/session.py. At
+    most `most` runs take place.
     """
     real = [_per_sample(case, case.seconds) for case in cases]
     expected = [_per_sample(case, predicted[case.id]) for case in cases]

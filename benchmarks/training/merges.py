@@ -25,15 +25,15 @@ from matplotlib.figure import Figure
 
 import data
 import trainer
+from base.cli import Parser
 from benchmarks.results_file import head
 from checkpoint import run_command
 from checkpointing.folders import find_checkpoints
 from checkpointing.index import Index
 from checkpointing.load import load_weights
 from config import validation
-from config.cli import Parser
 from config.command_line import parse
-from planner.picture import LIGHT, SETTINGS, themed
+from tools.planner.picture import LIGHT, SETTINGS, themed
 
 RESULTS = ROOT / "benchmarks" / "results" / "merges.md"
 PICTURE = ROOT / "docs" / "pictures" / "merges.svg"

@@ -1,0 +1,100 @@
+"""Models whose blocks are of several kinds: with experts or one MLP, with a window or without.
+
+    kinds(model)                  # [(58, model with experts), (3, model with one MLP per block)]
+    mean(model, block_flops)      # mean FLOPs of a block over all blocks of the model
+
+Formulas about a block, such as the number of its parameters, take a model whose blocks are alike.
+This module makes such a model for each kind of block and applies the formulas to each. A block is
+"sparse" if it has experts and "dense" if it has one MLP; ModelShape.has_experts tells which, and
+ModelShape.has_window tells which have a window. Read schema.py first.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from architecture.shape import ModelShape
+
+# The values that the options of experts have in a model without experts.
+OF_ONE_MLP: dict[str, Any] = {
+    "experts": 1,
+    "experts_per_token": 1,
+    "expert_ffn_hidden": None,
+    "router_groups": 1,
+    "router_groups_per_token": 1,
+    "shared_ffn_hidden": 0,
+    "shared_gate": False,
+    "router_bias": False,
+}
+
+
+@lru_cache(maxsize=256)
+def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
+    """Return (number of blocks, model of these blocks alone) for each kind of block in the model.
+
+    The blocks with experts come first, and among them those with a window. A kind without blocks is
+    left out. `ffn_hidden` of a returned model is the width of each of its MLPs: of each expert, in
+    the model with experts.
+    """
+    models: list[tuple[int, ModelShape]] = []
+    for kind in _KINDS:
+        blocks = _count(model, kind, 0, model.layers)
+        if blocks:
+            models.append((blocks, _alike(model, kind, blocks)))
+    return models
+
+
+# The kinds of blocks: (whether it has experts, whether it has a window).
+Kind = tuple[bool, bool]
+_KINDS: tuple[Kind, ...] = ((True, True), (True, False), (False, True), (False, False))
+
+
+def _count(model: ModelShape, kind: Kind, first: int, last: int) -> int:
+    """Return how many of the blocks [first, last) are of a kind."""
+    return sum((model.has_experts(i), model.has_window(i)) == kind for i in range(first, last))
+
+
+def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
+    """Return a model that has so many blocks, all of one kind."""
+    has_experts, has_window = kind
+    options: dict[str, Any] = {"layers": blocks, "window_blocks": "all", "rotary_blocks": "all"}
+    options |= {"first_dense_layers": 0, "expert_interval": 1}
+    if has_experts:
+        options["ffn_hidden"] = model.expert_ffn_hidden
+    elif model.experts > 1:
+        options |= OF_ONE_MLP
+    if not has_window:
+        options["window"] = 0
+    return replace(model, **options)
+
+
+def blocks_with_experts(model: ModelShape, first: int, last: int) -> int:
+    """Return how many of the blocks [first, last) have experts."""
+    return sum(map(model.has_experts, range(first, last)))
+
+
+def total(model: ModelShape, value: Callable[[ModelShape], Any], first: int, last: int) -> Any:
+    """Return the sum of a number over the blocks [first, last), such as their FLOPs.
+
+    value: a function that takes a model whose blocks are alike and returns a block's number.
+    """
+    number = 0
+    for kind in _KINDS:
+        blocks = _count(model, kind, first, last)
+        if blocks:
+            number += blocks * value(_alike(model, kind, blocks))
+    return number
+
+
+def mean(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any:
+    """Return the mean of a number over all blocks of the model, such as the FLOPs of a block.
+
+    value: a function that takes a model whose blocks are alike and returns a block's number. If all
+    blocks of the model are alike, the result is that number itself, which may be an integer.
+    """
+    models = kinds(model)
+    if len(models) == 1:
+        [(_, kind)] = models
+        return value(kind)
+    return total(model, value, 0, model.layers) / model.layers

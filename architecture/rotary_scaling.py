@@ -1,0 +1,46 @@
+"""The values of the option rotary_scaling: for each form of RoPE scaling its numbers, in order."""
+
+import contextlib
+import math
+
+from base.errors import UserError
+
+# For each kind of rotary_scaling, the names that its numbers have in config.json, in order.
+# Those of longrope are two numbers and two lists.
+_LENGTH = "original_max_position_embeddings"
+ROTARY_SCALING = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "yarn": ("factor", "beta_fast", "beta_slow", _LENGTH, "attention_factor", "truncate"),
+    "longrope": (_LENGTH, "attention_factor", "short_factor", "long_factor"),
+}
+
+
+def rotary_scaling(text: str) -> tuple[str, list[float]]:
+    """Return the kind and the numbers of rotary_scaling; UserError if the text is malformed.
+
+    The numbers of longrope are POSITIONS, ATTENTION, then as many short factors as long factors.
+    """
+    kind, *parts = text.split(":")
+    with contextlib.suppress(ValueError):
+        numbers = [float(number) for part in parts for number in part.split(",")]
+        is_known = kind in ROTARY_SCALING and len(parts) == len(ROTARY_SCALING[kind])
+        if kind == "longrope" and is_known:
+            lengths = [len(part.split(",")) for part in parts]
+            is_known = lengths[:2] == [1, 1] and lengths[2] == lengths[3]
+        elif is_known:
+            is_known = len(numbers) == len(parts)
+        above_zero = numbers
+        if kind == "yarn" and is_known:
+            is_known = numbers[-1] in (0, 1)
+            above_zero = numbers[:-1]
+        if is_known and all(0 < number < math.inf for number in above_zero):
+            if kind == "llama3" and numbers[1] >= numbers[2]:
+                raise UserError(f"rotary_scaling {text}: LOW must be below HIGH")
+            return kind, numbers
+    raise UserError(
+        "rotary_scaling is none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, "
+        "yarn:FACTOR:FAST:SLOW:POSITIONS:ATTENTION:TRUNCATE (0 or 1) or longrope:POSITIONS:"
+        f"ATTENTION:SHORT,...:LONG,... with numbers above 0 like llama3:8:1:4:8192, not {text!r}"
+    )

@@ -1,0 +1,131 @@
+"""Seconds and bytes of Muon's update: the Newton-Schulz iteration, and the exchange of matrices.
+
+    matrices_of_block(model, mode)   the matrices that are updated by themselves: (rows, columns)
+    newton_schulz_seconds(job)       the iteration on the matrices of the busiest owner
+    exchange_seconds(job)            the two all-to-alls
+    exchange_bytes(job, parts)       their buffers, which exist only during the update
+
+Every other optimizer has 0 of each. optim/muon.py and optim/matrix_owners.py are what is priced.
+"""
+
+import numpy as np
+
+from architecture.shape import ModelShape
+from costs import op_costs
+from costs.job import Column, Job
+from costs.memory_terms import Parts
+
+STEPS = 5  # of the iteration, as in optim/muon.py
+MATRIX_BYTES = 4.0  # bytes of a number that is exchanged: the type of the masters
+
+
+def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
+    """Return (count, rows, columns) of a block's matrices, with all experts of a block.
+
+    mode: the value of --muon-qkv, which says how q, k and v are divided.
+    """
+    h = model.hidden
+    d = model.head_size
+    if model.is_latent:
+        found = _latent_matrices(model, mode)
+        return found + _mlp_matrices(model)
+    rows = {
+        "joint": [(1, (model.heads + 2 * model.kv_heads) * d)],
+        "split": [(1, model.heads * d), (2, model.kv_heads * d)],
+        "head": [(model.heads + 2 * model.kv_heads, d)],
+    }[mode]
+    found = [(count, size, h) for count, size in rows]
+    found.append((1, h, model.heads * d))  # attention's output matrix
+    return found + _mlp_matrices(model)
+
+
+def _latent_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
+    """Return the matrices of multi-head latent attention (layers/latent_attention.py) as above."""
+    h, heads, latent = model.hidden, model.heads, model.kv_lora_rank
+    q_in = model.q_lora_rank or h
+    nope, rope, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+    found = [(1, h, heads * value)]  # attention's output matrix
+    if model.q_lora_rank:
+        found.append((1, model.q_lora_rank, h))
+    found += [(heads, nope + rope, q_in)] if mode == "head" else [(1, heads * (nope + rope), q_in)]
+    if mode == "joint":
+        return [*found, (1, latent + rope, h), (1, heads * (nope + value), latent)]
+    found += [(1, latent, h), (1, rope, h)]
+    if mode == "head":
+        return [*found, (heads, nope, latent), (heads, value, latent)]
+    return [*found, (1, heads * nope, latent), (1, heads * value, latent)]
+
+
+def _mlp_matrices(model: ModelShape) -> list[tuple[int, int, int]]:
+    """Return the matrices of a block's MLP, or of its experts and its shared MLP, as above."""
+    h = model.hidden
+    found: list[tuple[int, int, int]] = []
+    widths = [(1, model.ffn_hidden)]
+    if model.experts > 1:
+        widths = [(model.experts, model.expert_ffn_hidden), (1, model.shared_ffn_hidden)]
+    for count, width in widths:
+        if width:
+            found += [(count * model.up_matrices, width, h), (count, h, width)]
+    return found
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Return the FLOPs of the iteration on a matrix: three products in each step."""
+    small, large = min(rows, columns), max(rows, columns)
+    return STEPS * (4.0 * small * small * large + 2.0 * small**3)
+
+
+def newton_schulz_seconds(job: Job) -> Column:
+    """Return the seconds of the iteration on the owner with the most work.
+
+    The matrices of a stage are divided over all of its ranks. An owner has the mean of their work,
+    and at least the largest matrix.
+    """
+    training = job.training
+    if training.optimizer != "muon":
+        return 0.0
+    size = 2 if training.muon_dtype == "bf16" else 4
+    total = 0.0
+    largest = 0.0
+    for share, kind in job.kinds:
+        for count, rows, columns in matrices_of_block(kind.model, training.muon_qkv):
+            small, large = min(rows, columns), max(rows, columns)
+            step = (
+                op_costs.gemm(job.machine, small, small, large, size)
+                + op_costs.gemm(job.machine, small, small, small, size)
+                + op_costs.gemm(job.machine, small, large, small, size)
+            )
+            total += share * count * STEPS * step
+            largest = max(largest, STEPS * step)
+    blocks = job.model.layers / job.layout.pp
+    return np.maximum(total * blocks / (job.shards * job.layout.tp), largest)
+
+
+def exchange_seconds(job: Job) -> Column:
+    """Return the seconds of the all-to-alls that bring matrices to their owners, and back.
+
+    With ZeRO both carry the section that a rank updates. Without it a rank sends its replica's
+    share of the matrices, and gets the updates of all.
+    """
+    if job.training.optimizer != "muon":
+        return 0.0
+    layout = job.layout
+    local = job.model.layers / layout.pp * job.block_parameters / layout.tp * MATRIX_BYTES
+    share = local / job.shards
+    back = np.where(layout.zero > 0, share, local)
+    ranks = job.shards * layout.tp
+    there = op_costs.all_to_all(job.machine, ranks, 1, share)
+    return there + op_costs.all_to_all(job.machine, ranks, 1, back)
+
+
+def exchange_bytes(job: Job, parts: Parts) -> Column:
+    """Return the bytes of the exchange's buffers on a rank of each stage.
+
+    A message and what arrives are there at once, and with them the matrices of one owner. Gradients
+    hold the updates, so these take no memory. Activations are gone by then.
+    """
+    if job.training.optimizer != "muon":
+        return 0.0
+    local = parts.blocks * job.block_parameters / job.layout.tp * MATRIX_BYTES
+    share = local / job.shards
+    return share + 2 * np.where(job.layout.zero > 0, share, local)

@@ -1,0 +1,484 @@
+"""What a difference usually is: the operations before a tensor, and explanations that fit.
+
+    title(key)                                    the tensor in words
+    operations(reference, key, layout)            what computes it from the tensors before it
+    explanations(reference, difference, layout)   "as if the sum over tp were missing", ...
+    shared(outcomes)                              what all layouts that differ have, and no other
+
+An explanation is tried on the values: if the ranks of tp hold terms whose sum is one rank's tensor,
+then their sum was left out.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config.schema import Layout
+from tools.checker.compare import Difference, Reference, TensorPart
+from tools.checker.recorder import AFTER, GRADIENT, IN_USE, Key, without_call
+
+CLOSE = 1e-6  # an explanation fits if no element is farther off, relative to the largest one
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+LEAST_FITTED = 8  # elements that a factor is fitted to: fewer fit by chance
+INNER = ("input", "output")
+# What a layout does, by the conditions of words.toml.
+DOES: dict[str, Callable[[Layout], bool]] = {
+    "tp": lambda x: x.tp > 1,
+    "cp": lambda x: x.cp > 1,
+    "pp": lambda x: x.pp > 1,
+    "ep": lambda x: (x.ep or 1) > 1,
+    "replicas": lambda x: _replicas(x) > 1,
+    "sequence_parallel": lambda x: bool(x.sequence_parallel),
+    "zb": lambda x: x.splits_backward,
+    "zero2": lambda x: x.zero == 2 and _replicas(x) > 1,
+    "zero3": lambda x: x.zero == 3 and _replicas(x) > 1,
+    "several": lambda x: x.tp * _replicas(x) > 1,
+    "sharded": lambda x: x.zero > 0 and _replicas(x) > 1,
+    "unsharded": lambda x: x.zero == 0 or _replicas(x) == 1,
+}
+
+
+def _replicas(layout: Layout) -> int:
+    """Return the ranks that hold the same parameters."""
+    return layout.cp * (layout.dp or 1)
+
+
+def title(key: Key) -> str:
+    """Return a tensor in words, without its step."""
+    _, kind, name = key
+    if kind == "number":
+        return f"the {name}"
+    if kind == GRADIENT:
+        return f"the gradient of {name}, after its reduction"
+    if kind == IN_USE:
+        return f"the weights {name} with which the pass computes"
+    if kind == AFTER:
+        drawn = key[0] == 0
+        return f"the weights {name} as drawn" if drawn else f"the update of {name}"
+    if kind.startswith("gradient of "):
+        return f"the gradient of the {kind.removeprefix('gradient of ')} of {name}"
+    if (kind, name) == ("output", "head"):
+        return "the output of head: the loss of each token"
+    if kind in ("output", "input"):
+        return f"the {kind} of {name}" if name not in ("tokens", "labels") else f"the {name}"
+    return f"the optimizer's {kind} of {name}"
+
+
+def operations(reference: Reference, key: Key, layout: Layout) -> str:
+    """Return the operations between a tensor and those that it is computed from, for a layout."""
+    step, kind, name = key
+    if kind == "number":
+        return WORDS["number"].get(name, WORDS["number"]["other"])
+    words = WORDS["parameter"]
+    if step == 0 or (step == 1 and kind == IN_USE):
+        return words["drawn"]
+    if kind == AFTER and re.search(r"router\.(bias|load)", name):
+        return words["router"]
+    if kind in words:
+        text = words[kind]
+        if kind == GRADIENT and (use := _use(reference, key)):
+            text = text.replace(words["product"], f"the backward of {use}")
+        if ".experts." in name:
+            text = text.replace(words["replicas"], words["replicas_of_experts"])
+        return _for(text, layout)
+    if kind.startswith("gradient of "):
+        return _backward(reference, key, layout)
+    if kind in ("output", "input"):
+        text = _forward(reference, key)
+        is_read = name in ("tokens", "labels")
+        return _for(text + ("" if is_read else "{zero3:, ZeRO's gather of the weights}"), layout)
+    return words["state"]
+
+
+def _use(reference: Reference, key: Key) -> str:
+    """Return what a module that has layers of its own computes with a parameter; else nothing."""
+    step, _, name = key
+    module = name.rpartition(".")[0]
+    if not any(
+        other.startswith(f"{module}.") for _, kind, other in reference.order if kind in INNER
+    ):
+        return ""
+    if module.endswith(".attention"):
+        return _forward(reference, (step, "input", f"{module}.out"))
+    return _forward(reference, (step, "output", module))
+
+
+def _backward(reference: Reference, key: Key, layout: Layout) -> str:
+    """Return the operations of the backward pass before the gradient of an input or an output."""
+    step, kind, name = key
+    forward = kind.removeprefix("gradient of ")
+    if without_call(key)[2] == "head" and forward == "output":
+        return WORDS["backward"]["losses"]
+    after = without_call(_after(reference, (step, forward, name)))
+    if after[2].endswith(".router.choice"):
+        return _for(WORDS["backward"]["experts"], layout)
+    words = [f"the backward of {_for(_forward(reference, after), layout)}"]
+    if layout.pp > 1:
+        words.append("the message between stages")
+    if layout.tp > 1 and _is_column(after):
+        words.append("the sum over tp of its input's gradient")
+    return ", ".join(words)
+
+
+def _is_column(key: Key) -> bool:
+    """Whether a tensor is computed by a matrix whose rows tp splits, from a whole input."""
+    _, kind, name = key
+    return kind == "output" and bool(re.search(r"\.(qkv|up|kv_b|q)$|^head$|norms\.\d$", name))
+
+
+def _after(reference: Reference, key: Key) -> Key:
+    """Return the tensor of the forward pass that one rank computes next, from this one."""
+    step = key[0]
+    order = [k for k in reference.order if k[0] == step and k[1] in ("input", "output")]
+    place = order.index(key) if key in order else -1
+    return order[place + 1] if 0 <= place < len(order) - 1 else key
+
+
+def _forward(reference: Reference, key: Key) -> str:
+    """Return the entry of FORWARD for a tensor of the forward pass."""
+    step, kind, name = without_call(key)
+    text = f"{kind} {name}"
+    if name.endswith(".mlp") and (step, "output", f"{name}.router.weights") in reference.tensors:
+        text += " experts" if kind == "output" else ""
+    for pattern, words in WORDS["forward"].items():
+        if re.fullmatch(pattern, text):
+            return words
+    return f"the module {name}" if kind == "output" else f"what comes before the module {name}"
+
+
+def _for(text: str, layout: Layout) -> str:
+    """Return the text without the operations that the layout does not do."""
+    return re.sub(
+        r"\{(\w+):([^{}]*)\}", lambda match: match[2] if DOES[match[1]](layout) else "", text
+    )
+
+
+# ---- Explanations of the values ------------------------------------------------------------------
+
+
+def explanations(reference: Reference, difference: Difference, layout: Layout) -> list[str]:
+    """Return the explanations that fit the first tensor that differs, the best first."""
+    wrong = difference.wrong
+    if not wrong:
+        return []
+    if not all(np.isfinite(part.piece.values).all() for part in wrong):
+        return ["it has numbers that are not finite"]
+    found: list[str] = []
+    for explain in (_of_sums, _of_terms, _of_factors, _of_steps, _of_vectors, _of_places):
+        found += explain(reference, difference, layout)
+    return list(dict.fromkeys(found))[:2]
+
+
+def _scale(reference: Reference, key: Key) -> float:
+    return max(reference.scales[key], 1e-300)
+
+
+def _fits(values: np.ndarray, expected: np.ndarray, scale: float) -> bool:
+    return values.shape == expected.shape and bool(np.abs(values - expected).max() <= CLOSE * scale)
+
+
+def _of_sums(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+    """The ranks along an axis hold terms of the sum, or the sum counts something several times."""
+    for axis in ("tp", "cp", "dp", "pp"):
+        size = getattr(layout, axis) or 1
+        groups = _groups(difference, axis) if size > 1 else []
+        sums = [(np.sum([p.piece.values for p in g], 0), g[0].expected) for g in groups]
+        if not sums:
+            continue
+        scale = _scale(reference, difference.key)
+        if all(_fits(total, expected, scale) for total, expected in sums):
+            yield f"as if the sum over {axis} were missing: the {size} ranks' values add up to it"
+        elif all(_is_vector(total - expected, scale) for total, expected in sums):
+            yield (
+                f"as if the sum over {axis} were missing: the {size} ranks' values add up to it, "
+                f"but for a vector that all tokens share, as a bias"
+            )
+
+
+def _groups(difference: Difference, axis: str) -> list[list[TensorPart]]:
+    """Return the parts of ranks that differ along an axis only and should be equal."""
+    found: dict[tuple, list[TensorPart]] = {}
+    for part in difference.parts:
+        others = tuple(p for name, p in part.place.items() if name != axis)
+        where = tuple(place.tobytes() for place in part.piece.place)
+        found.setdefault((others, where), []).append(part)
+    groups = [group for group in found.values() if len({p.place[axis] for p in group}) > 1]
+    alike = [
+        group
+        for group in groups
+        if all(
+            p.expected.shape == group[0].expected.shape
+            and np.array_equal(p.expected, group[0].expected)
+            for p in group
+        )
+    ]
+    wrong = [group for group in alike if any(p.differs for p in group)]
+    return wrong if len(alike) == len(groups) else []
+
+
+def _of_factors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+    """All values are one rank's times a number."""
+    values = np.concatenate([p.piece.values.ravel() for p in difference.wrong]).astype(float)
+    expected = np.concatenate([p.expected.ravel() for p in difference.wrong]).astype(float)
+    square = float(expected @ expected)
+    if not square:
+        return
+    factor = float(values @ expected) / square
+    largest = np.abs(expected).max()
+    if not values.any():
+        yield "all of it is 0: as if it were never computed, or cut off"
+        return
+    if not np.abs(values - factor * expected).max() <= CLOSE * largest:
+        return
+    sizes = {axis: getattr(layout, axis) or 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
+    names = [f"{axis} ({size})" for axis, size in sizes.items() if size > 1]
+    along = {size: axis for axis, size in reversed(sizes.items()) if size > 1}
+    for size, axis in along.items():
+        if abs(factor - size) < CLOSE * size:
+            yield (
+                f"{factor:.6g} times one rank's: as if the sum over {axis} were taken twice, or a "
+                f"division by {axis} left out"
+            )
+            return
+        if abs(factor * size - 1) < CLOSE:
+            yield (
+                f"1/{size} of one rank's: as if it were divided by {axis} ({size}), or only one "
+                f"rank's term counted"
+            )
+            return
+    if abs(factor - 2) < CLOSE:
+        yield "twice one rank's: as if a sum were taken twice"
+    else:
+        yield f"{factor:.6g} times one rank's; {', '.join(names) or 'one rank'}"
+
+
+def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+    """The values are those of the step before, or have them in them."""
+    step, kind, name = difference.key
+    before = reference.tensors.get((step - 1, kind, name))
+    now = reference.tensors[difference.key]
+    if before is None or before.shape != now.shape or np.array_equal(before, now):
+        return
+    scale = _scale(reference, difference.key)
+    earlier = [_at(before, part) for part in difference.wrong]
+    if any(values is None for values in earlier):
+        return
+    pairs = list(zip(difference.wrong, earlier))
+    if all(_fits(part.piece.values, values, scale) for part, values in pairs):
+        yield "it is that of the step before: stale"
+        return
+    off = np.concatenate([(p.piece.values - p.expected).ravel() for p in difference.wrong])
+    old = np.concatenate([values.ravel() for values in earlier])
+    # Clipping has multiplied a gradient that was left in its buffer.
+    share = float(off @ old) / float(old @ old) if old.any() else 0.0
+    if abs(share) > CLOSE and old.size >= LEAST_FITTED and _fits(off, share * old, scale):
+        times = "" if abs(share - 1) < CLOSE else f", times {share:.4g}, as if clipped"
+        yield f"that of the step before is still in it: not cleared{times}"
+
+
+def _at(whole: np.ndarray, part: TensorPart) -> Any:
+    """Return what a tensor has in the place of a part; None if the part is cut."""
+    place = part.piece.place
+    if part.piece.is_parameter:
+        return whole[place[0]]
+    found = whole[place] if part.piece.paired else whole[np.ix_(*place)]
+    return found if found.shape == part.piece.values.shape else None
+
+
+def _is_vector(off: np.ndarray, scale: float) -> bool:
+    """Whether a difference (s, b, ...) is the same vector for every token."""
+    if off.ndim < 3:
+        return False
+    return bool(np.abs(off - off[:1, :1]).max() <= CLOSE * scale * 1e-2)
+
+
+def _of_vectors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+    """Every token has the same vector too much: perhaps a bias, several times."""
+    step = difference.key[0]
+    wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
+    if not wrong or len(wrong) != len(difference.wrong):
+        return
+    offs = [part.piece.values - part.expected for part in wrong]
+    largest = max(float(np.abs(off).max()) for off in offs)
+    if not all(off.ndim >= 3 and np.abs(off - off[:1, :1]).max() <= 1e-3 * largest for off in offs):
+        return
+    vector = offs[0][0, 0].ravel()
+    for key, values in reference.tensors.items():
+        if key[:2] != (step, IN_USE) or values.shape != vector.shape or not values.any():
+            continue
+        times = float(vector @ values) / float(values @ values)
+        if np.abs(vector - times * values).max() <= 1e-3 * largest:
+            yield (
+                f"{key[2]} is in it {1 + times:.4g} times: as if every rank added the bias before "
+                f"the sum"
+            )
+            return
+    yield "every token has the same vector too much: as if a bias were added on several ranks"
+
+
+def _of_places(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+    """The tokens' rows are those of other tokens."""
+    whole = reference.tensors[difference.key]
+    wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
+    if not wrong or whole.ndim < 2:
+        return
+    flat = whole.reshape(*whole.shape[:2], -1)
+    scale = _scale(reference, difference.key)
+    part = wrong[0]
+    values = part.piece.values.reshape(*part.piece.values.shape[:2], -1)
+    if values.shape[-1] != flat.shape[-1] or values.shape[-1] < 2:
+        return
+    moved: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for i, row in enumerate(part.piece.place[0]):
+        for j, sample in enumerate(part.piece.place[1]):
+            off = np.abs(flat - values[i, j]).max(-1)
+            place = divmod(int(off.argmin()), off.shape[1])
+            if off[place] > CLOSE * scale:
+                return
+            moved.append(((int(row), int(sample)), place))
+    other = [pair for pair in moved if pair[0] != pair[1]]
+    if not other:
+        return
+    (row, sample), (s, b) = other[0]
+    if sample == b:
+        yield f"position {row} has the values of position {s}: as if cp's order were another"
+    else:
+        yield f"sample {sample} has those of sample {b}: as if a replica read another's samples"
+
+
+def _of_terms(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+    """A matrix's gradient is that of some of the tokens: a sum over the others is missing."""
+    step, kind, name = difference.key
+    module, _, last = name.rpartition(".")
+    if kind != GRADIENT or last not in ("weight", "bias"):
+        return
+    grad = reference.tensors.get((step, "gradient of output", module))
+    alias = reference.aliases.get(module, ("input", module))
+    x = reference.tensors.get((step, *alias))
+    if grad is None or (x is None and last == "weight"):
+        return
+
+    def of(rows: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """Return the gradient of the tokens at these places, flat."""
+        g = grad[np.ix_(rows, samples)].reshape(len(rows) * len(samples), -1)
+        if last == "bias":
+            return g.sum(0)
+        inputs = x[np.ix_(rows, samples)].reshape(len(rows) * len(samples), -1)  # type: ignore[index]
+        return (g.T @ inputs).ravel()
+
+    rows, samples = np.arange(grad.shape[0]), np.arange(grad.shape[1])
+    whole = reference.tensors[difference.key]
+    scale = _scale(reference, difference.key)
+    if not _fits(of(rows, samples), whole, scale):
+        return  # the layer is used twice, or its gradient is no such sum
+    sets = _token_sets(layout, rows, samples)
+    for words, tokens in sets.items():
+        terms = {place: of(*tokens(dict(place))) for place in _places(difference)}
+        fits = [
+            _fits(p.piece.values, terms[_place(p)][p.piece.place[0]], scale)
+            for p in difference.wrong
+        ]
+        if all(fits):
+            yield f"as if {words}"
+            return
+
+
+def _place(part: TensorPart) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(part.place.items()))
+
+
+def _places(difference: Difference) -> set[tuple[tuple[str, int], ...]]:
+    return {_place(part) for part in difference.wrong}
+
+
+def _token_sets(
+    layout: Layout, rows: np.ndarray, samples: np.ndarray
+) -> dict[str, Callable[[dict[str, int]], tuple[np.ndarray, np.ndarray]]]:
+    """Return sets of tokens by what their gradient means: functions of a rank's place."""
+    size, dp, cp = layout.micro_batch_size, layout.dp or 1, layout.cp
+    chunks = np.split(rows, 2 * cp) if cp > 1 and len(rows) % (2 * cp) == 0 else [rows, rows[:0]]
+
+    def own_samples(place: dict[str, int]) -> np.ndarray:
+        return samples[samples // size % dp == place["dp"]]
+
+    def own_rows(place: dict[str, int]) -> np.ndarray:
+        if cp == 1:
+            return rows
+        return np.concatenate([chunks[place["cp"]], chunks[2 * cp - 1 - place["cp"]]])
+
+    last = samples[samples // (size * dp) == samples[-1] // (size * dp)]
+    first = samples[samples // (size * dp) == 0]
+    sets: dict[str, Callable[[dict[str, int]], tuple[np.ndarray, np.ndarray]]] = {}
+    if dp > 1:
+        sets["the sum over dp were missing"] = lambda p: (rows, own_samples(p))
+    if cp > 1:
+        sets["the sum over cp were missing"] = lambda p: (own_rows(p), samples)
+    if dp > 1 and cp > 1:
+        sets["the sum over dp and cp were missing"] = lambda p: (own_rows(p), own_samples(p))
+    if len(last) < len(samples):
+        sets["only the last micro-batch counted in the sum over micro-batches"] = lambda p: (
+            rows,
+            last,
+        )
+        sets["only the first micro-batch counted in the sum over micro-batches"] = lambda p: (
+            rows,
+            first,
+        )
+        every = np.concatenate([samples, first])
+        sets["the first micro-batch were counted twice"] = lambda p: (rows, every)
+    return sets
+
+
+# ---- What differing layouts share ----------------------------------------------------------------
+
+TRAITS: dict[str, Callable[[Layout], bool]] = {
+    "tp above 1": lambda x: x.tp > 1,
+    "pp above 1": lambda x: x.pp > 1,
+    "cp above 1": lambda x: x.cp > 1,
+    "dp above 1": lambda x: (x.dp or 1) > 1,
+    "ep above 1": lambda x: (x.ep or 1) > 1,
+    "dp x cp above 1": lambda x: x.cp * (x.dp or 1) > 1,
+    "tp above 1 without sequence parallelism": lambda x: x.tp > 1 and not x.sequence_parallel,
+    "sequence parallelism": lambda x: bool(x.sequence_parallel),
+    "ZeRO 0": lambda x: x.zero == 0 and x.cp * (x.dp or 1) > 1,
+    "ZeRO 1": lambda x: x.zero == 1 and x.cp * (x.dp or 1) > 1,
+    "ZeRO 2": lambda x: x.zero == 2,
+    "ZeRO 3": lambda x: x.zero == 3,
+    "ZeRO 1 or 2": lambda x: x.zero in (1, 2) and x.cp * (x.dp or 1) > 1,
+    "ZeRO 1, 2 or 3": lambda x: x.zero > 0 and x.cp * (x.dp or 1) > 1,
+    "several stages on a rank": lambda x: x.stages_per_rank > 1,
+    "a split backward pass (zb)": lambda x: x.splits_backward,
+    "recompute full": lambda x: x.recompute == "full",
+    "recompute selective": lambda x: x.recompute == "selective",
+    "recomputation": lambda x: x.recompute != "none",
+    "micro-batches of several samples": lambda x: x.micro_batch_size > 1,
+    "overlap-param-gather": lambda x: bool(x.overlap_param_gather),
+    "no-sync-each-batch": lambda x: not x.sync_each_batch,
+    "no-reshard-after-forward": lambda x: not x.reshard_after_forward,
+    "padding of the vocabulary": lambda x: x.pad_vocab_multiple > 1,
+    "more than one rank": lambda x: x.tp * x.pp * x.cp * (x.dp or 1) > 1,
+}
+
+
+def shared(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
+    """Return what every layout that differs has, and no other; else what they all have."""
+    if not differing:
+        return ""
+    held = {name: has for name, has in TRAITS.items() if all(map(has, differing))}
+    for name, has in held.items():
+        if not any(map(has, equal)):
+            return f"every layout with {name} differs, and no other"
+    names = list(held)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            if not any(held[a](x) and held[b](x) for x in equal):
+                return f"every layout with {a} and {b} differs, and no other"
+    if not held:
+        return ""
+    best = min(held, key=lambda name: sum(map(held[name], equal)))
+    others = sum(map(held[best], equal))
+    return f"all that differ have {best}; {others} with it are equal"

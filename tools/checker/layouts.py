@@ -1,0 +1,300 @@
+"""Layouts that cover every pair of axes and options that a run could take on a few ranks.
+
+    chosen = cover(config, ranks=4)                  a list of Layouts, the simplest first
+    layout = read("tp 2 pp 2 zero 2", config)        one, as a user writes it
+    few = some(config, 4, 2, "1/17")                 random ones
+
+An option counts in a layout only if it does something there: sequence parallelism with tp above 1,
+ZeRO with replicas. Pairs are covered greedily (D. M. Cohen et al., "The AETG system", 1997). What
+goes together is not written here: validation.check refuses the rest.
+"""
+
+import dataclasses
+import math
+import random
+import shlex
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from base.errors import UserError
+from config import command_line, validation
+from config.examples import examples
+from config.schema import SCHEDULES, Config, Layout
+
+AXES = ("tp", "pp", "cp", "dp")
+# Values of each option beside its plain one, which is first.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "ep": (1, 2, 3, 4),
+    "zero": (1, 0, 2, 3),
+    "schedule": ("1f1b", *(name for name in SCHEDULES if name not in ("1f1b", "auto"))),
+    "sequence_parallel": (False, True),
+    "recompute": ("none", "selective", "full"),
+    "recompute_layers": (None, 1),
+    "micro_batch_size": (2, 1, 3),  # 2 takes half the passes of 1
+    "overlap_param_gather": (False, True),
+    "sync_each_batch": (True, False),
+    "reshard_after_forward": (True, False),
+    "partition": ("balanced", "blocks"),
+    "pad_vocab_multiple": (1, 4),
+}
+# Not varied: what follows from the others, and lists with a number for each stage.
+NOT_VARIED = ("virtual_stages", "schedule_costs", "recompute_blocks", *AXES)
+# An option that is new has the values that its declaration says.
+VALUES |= {
+    field.name: (field.default, *examples(field)[:2])
+    for field in dataclasses.fields(Layout)
+    if field.name not in (*VALUES, *NOT_VARIED)
+}
+POOL = 1500  # random layouts from which the cover is taken
+TRIES = 12  # for a pair that is in none of them
+TRIES_ALONE = 60  # and then among layouts that have little else
+NEEDED = ("recompute", "zero", "schedule")
+Setting = tuple[str, Any]
+
+
+def ranks_of(layout: Layout) -> int:
+    """Return the number of ranks of a layout, whose dp is filled in."""
+    return layout.tp * layout.pp * layout.cp * (layout.dp or 1)
+
+
+def name_of(layout: Layout) -> str:
+    """Return a layout as a user writes it: its axes above 1 and the options that are not plain."""
+    words = []
+    for name in (*AXES, *VALUES):
+        value = getattr(layout, name)
+        plain = 1 if name in AXES else VALUES[name][0]
+        if value is None or value == plain:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"no-{flag}")
+        else:
+            words.append(f"{flag} {value}")
+    return " ".join(words) or "one rank"
+
+
+def read(text: str, config: Config) -> Layout:
+    """Return the layout that a user has written, such as "tp 2 pp 2 zero 2"; UserError if wrong.
+
+    Flags of train.py's layout are read too. config: the run, with which the layout must go.
+    """
+    words = []
+    known = {field.name.replace("_", "-"): field for field in dataclasses.fields(Layout)}
+    for word in shlex.split(text):
+        plain = word.removeprefix("--").partition("=")[0].removeprefix("no-")
+        is_name = plain in known
+        words.append(f"--{word.removeprefix('--')}" if is_name else word)
+    any_model = ["--layers", "1", "--hidden", "1", "--heads", "1"]  # a command line has a model
+    request = command_line.parse_request([*any_model, *words])
+    given = request.config.layout
+    others = request.given - {field.name for field in dataclasses.fields(Layout)}
+    others -= {"layers", "hidden", "heads"} - {word.lstrip("-").partition("=")[0] for word in words}
+    if others:
+        names = ", ".join(sorted(name.replace("_", "-") for name in others))
+        raise UserError(f"--layout {text!r} has options that are not of a layout: {names}")
+    size = given.micro_batch_size
+    if "micro_batch_size" not in request.given:
+        divides = config.training.global_batch_size % (2 * (given.dp or 1)) == 0
+        size = 2 if divides and not config.training.rampup_batch_size else 1
+    layout = dataclasses.replace(
+        given,
+        micro_batch_size=size,
+        dp=given.dp or 1,
+        sequence_parallel=bool(given.sequence_parallel),
+        overlap_param_gather=bool(given.overlap_param_gather),
+        pad_vocab_multiple=given.pad_vocab_multiple if "pad_vocab_multiple" in request.given else 1,
+    )
+    try:
+        validation.check(dataclasses.replace(config, layout=layout), ranks_of(layout))
+    except UserError as error:
+        raise UserError(f"--layout {text!r}, with the sizes of the check: {error}") from None
+    return layout
+
+
+def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
+    """Return layouts of 2 to `ranks` ranks: each axis by itself, then those that cover all pairs.
+
+    config: the run, small. count: so many layouts; None: as many as the pairs need.
+    """
+    chance, second_chance = random.Random(0), random.Random(1)
+    singles = _singles(config, ranks)
+    pool = {name_of(layout): layout for layout in singles}
+    while len(pool) < POOL // 3 and len(pool) < POOL:
+        before = len(pool)
+        for _ in range(POOL // 5):
+            layout = _drawn(config, ranks, chance, {})
+            if layout is not None:
+                pool.setdefault(name_of(layout), layout)
+        if len(pool) - before < POOL // 100:
+            break
+    pairs_of = {name: _pairs(layout) for name, layout in pool.items()}
+    wanted = set().union(*pairs_of.values())
+    for pair in sorted(_possible(config, ranks) - wanted, key=str):
+        for number in range(TRIES + TRIES_ALONE):
+            of_draw, alone = (chance, False) if number < TRIES else (second_chance, True)
+            layout = _drawn(config, ranks, of_draw, dict(pair), alone)
+            if layout is not None and pair in _pairs(layout):
+                pool[name_of(layout)] = layout
+                pairs_of[name_of(layout)] = _pairs(layout)
+                break
+    wanted = set().union(*pairs_of.values())
+    chosen = [name_of(layout) for layout in singles]
+    for name in chosen:
+        wanted -= pairs_of[name]
+    while wanted and (count is None or len(chosen) < count):
+        best = max(pairs_of, key=lambda name: (len(pairs_of[name] & wanted), -len(name), name))
+        chosen.append(best)
+        wanted -= pairs_of[best]
+    names = [name for name in pool if name not in set(chosen)]
+    if count is not None:
+        chosen += chance.sample(names, min(len(names), max(0, count - len(chosen))))
+        chosen = chosen[:count]
+    return [pool[name] for name in chosen]
+
+
+def some(config: Config, ranks: int, count: int, name: str) -> list[Layout]:
+    """Return random layouts of 2 to `ranks` ranks, the same for the same name; perhaps fewer."""
+    chance = random.Random(name)
+    found: dict[str, Layout] = {}
+    for _ in range(TRIES * TRIES * count):
+        layout = _drawn(config, ranks, chance, {})
+        if layout is not None and ranks_of(layout) > 1:
+            found.setdefault(name_of(layout), layout)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def _singles(config: Config, ranks: int) -> list[Layout]:
+    """Return the layouts of one axis of two ranks, and the plain options on one rank."""
+    found: list[dict[str, Any]] = [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}]
+    found += [{"cp": 2}, {"dp": 2, "zero": 0}, {"dp": 2}, {"dp": 2, "zero": 2}]
+    found += [{"dp": 2, "zero": 3}, {"dp": 2, "ep": 2}, {"micro_batch_size": 3}]
+    found += [{"recompute": "full"}, {"tp": 2, "cp": 2}, {"pp": 2, "schedule": "zb-h1"}]
+    layouts = [_layout(config, options) for options in found]
+    seen: dict[str, Layout] = {}
+    for layout in layouts:
+        if layout is not None and ranks_of(layout) <= ranks:
+            seen.setdefault(name_of(layout), layout)
+    return list(seen.values())
+
+
+def _layout(config: Config, options: dict[str, Any]) -> Layout | None:
+    """Return the layout with these options, the others plain; None if a run cannot have it.
+
+    Where micro-batches of the plain size do not divide the batch, they have one sample.
+    """
+    if "micro_batch_size" not in options:
+        plain = VALUES["micro_batch_size"][0]
+        layout = _layout(config, options | {"micro_batch_size": plain})
+        return layout or _layout(config, options | {"micro_batch_size": 1})
+    values = {name: of[0] for name, of in VALUES.items()} | dict.fromkeys(AXES, 1) | options
+    tp, replicas = values["tp"], values["dp"] * values["cp"]
+    if config.model.experts == 1:
+        values["ep"] = None
+    if tp == 1:
+        values["sequence_parallel"] = False
+    if replicas == 1:
+        values |= {"zero": 1, "overlap_param_gather": False}
+    if values["zero"] != 3:
+        values |= {"sync_each_batch": True, "reshard_after_forward": True}
+    if values["recompute"] == "none":
+        values["recompute_layers"] = None
+    if values["pp"] == 1:
+        values |= {"schedule": "1f1b", "partition": "balanced"}
+    layout = Layout(**values)
+    try:
+        validation.check(dataclasses.replace(config, layout=layout), ranks_of(layout))
+    except UserError:
+        return None
+    return layout
+
+
+def _drawn(
+    config: Config, ranks: int, chance: random.Random, fixed: dict[str, Any], alone: bool = False
+) -> Layout | None:
+    """Return a random layout with the `fixed` options, or None if the run cannot have it.
+
+    alone: other options are plain, but for those without which others do nothing (NEEDED).
+    """
+    axes = {axis: fixed.get(axis, 0) for axis in AXES}
+    free = [axis for axis in AXES if not axes[axis]]
+    chance.shuffle(free)
+    for axis in free:
+        most = ranks // math.prod(size or 1 for size in axes.values())
+        axes[axis] = chance.choice(range(1, max(1, most) + 1))
+    if math.prod(axes.values()) > ranks:
+        return None
+    options: dict[str, Any] = dict(axes)
+    for name, values in VALUES.items():
+        # A plain option is more likely than another one: with all at once few layouts are valid.
+        plain, *others = values
+        is_plain = alone and name not in NEEDED
+        options[name] = plain if is_plain else chance.choice([plain, chance.choice(others)])
+    return _layout(config, options | fixed)
+
+
+def _settings(layout: Layout) -> list[Setting]:
+    """Return the settings of a layout that do something: axes above 1, options not plain."""
+    found: list[Setting] = []
+    for name in AXES:
+        if getattr(layout, name) > 1:
+            found.append((name, getattr(layout, name)))
+    for name, values in VALUES.items():
+        value = getattr(layout, name)
+        if value is not None and value != values[0]:
+            found.append((name, value))
+    return found
+
+
+def _pairs(layout: Layout) -> set[tuple[Setting, Setting]]:
+    """Return the pairs of settings of a layout; a setting by itself is a pair with itself."""
+    settings = _settings(layout)
+    return set(combinations(settings, 2)) | {(setting, setting) for setting in settings}
+
+
+def _possible(config: Config, ranks: int) -> set[tuple[Setting, Setting]]:
+    """Return the pairs of settings of different options, whether a run can have them or not."""
+    settings: list[Setting] = [(axis, n) for axis in AXES for n in range(2, ranks + 1)]
+    for name, values in VALUES.items():
+        if name != "ep" or config.model.experts > 1:
+            settings += [(name, value) for value in values[1:]]
+    return {(a, b) for a, b in combinations(settings, 2) if a[0] != b[0]}
+
+
+def to_resume(config: Config, chosen: Sequence[Layout]) -> tuple[Layout, list[Layout]]:
+    """Return a layout that saves a run, and others that go on with it.
+
+    The first shards the optimizer's state over replicas and cuts tensors. The others, as few as
+    possible, load that state in all ways that the run could have: cut by tp, in stages, by experts,
+    and in sections of ZeRO. chosen: the layouts that have run.
+    """
+    saves: list[dict[str, Any]] = [{"tp": 2, "dp": 2, "zero": 1}, {"dp": 2, "zero": 1}]
+    loads: list[dict[str, Any]] = [
+        {"pp": 2, "dp": 2, "zero": 2},
+        {"cp": 2, "dp": 2, "zero": 3},
+        {"tp": 2, "dp": 2, "ep": 2, "zero": 1},
+        {"tp": 2, "pp": 2},
+        {"cp": 2, "dp": 2, "ep": 4, "zero": 2},
+        {"pp": 2},
+        {"cp": 2},
+        {"tp": 2},
+        {"dp": 2, "ep": 2, "zero": 2},
+    ]
+    most = max(map(ranks_of, chosen))
+
+    def possible(wanted: list[dict[str, Any]]) -> list[Layout]:
+        """Return the layouts of these that the run can have on so many ranks."""
+        made = [layout for options in wanted if (layout := _layout(config, options)) is not None]
+        return [layout for layout in made if ranks_of(layout) <= most]
+
+    going_on: list[Layout] = []
+    covered: set[str] = set()
+    for layout in possible(loads):
+        loaded_by = {name for name, _ in _settings(layout) if name in (*AXES, "ep", "zero")}
+        if not loaded_by <= covered:
+            going_on.append(layout)
+            covered |= loaded_by
+    saved_by = (possible(saves) or list(chosen))[0]
+    return saved_by, going_on or list(chosen)[:2]

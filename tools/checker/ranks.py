@@ -1,0 +1,240 @@
+"""Worlds of ranks, forked from this process, that do one job after another.
+
+    with Worlds(work, at_once=2) as worlds:
+        for number, answer in worlds.answers([(4, job), (2, other), ...]):
+            ...
+
+`work(context, job)` runs on every rank of a world, and the answers of its ranks come back as a
+list. A world stays alive for further jobs of its size, so that a job costs no start. If a rank
+raises an error, dies, or does not answer in time, the world is ended, and the answer is a Failure.
+
+This process must have imported torch, and have no threads, when the first world is forked.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from base.errors import UserError
+from config.run_options import Run
+from distributed import local_ranks
+from distributed.context import Context, start
+from distributed.parent_death import end_with_parent
+
+FORK: Any = multiprocessing.get_context("fork")
+Work = Callable[[Context, Any], Any]
+RANKS_OF_NODE = 2
+
+
+@dataclass
+class Failure:
+    """Why a job has no answer: the ranks that failed, and what the first of them said.
+
+    kind: "refused" for a user's mistake, "error", "ended" for a rank that died, "hangs". stacks:
+    of an error, or for a hang the innermost line of this code on each rank.
+    """
+
+    kind: str
+    ranks: list[int]
+    text: str
+    stacks: dict[int, str] = field(default_factory=dict)
+
+
+class World:
+    """Ranks that have met, and the pipe to each of them."""
+
+    def __init__(self, size: int, work: Work, run: Run, folder: str):
+        """Fork the ranks. folder: for the stacks of ranks that hang."""
+        self.size = size
+        self.folder = folder
+        self.began = 0.0  # when the running job began
+        self.number = -1  # the running job's number
+        self.answers: dict[int, Any] = {}  # of the running job, by rank
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        port = local_ranks.free_port()
+        for rank in range(size):
+            ours, theirs = FORK.Pipe()
+            arguments = (theirs, work, run, rank, size, port, os.getpid(), folder)
+            process = FORK.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def begin(self, number: int, job: Any) -> None:
+        """Give a job to every rank."""
+        self.number, self.began, self.answers = number, time.monotonic(), {}
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # a rank that has died: its pipe says so later
+                pipe.send(job)
+
+    def stacks(self) -> dict[int, str]:
+        """Return where the ranks that have not answered are now, by rank."""
+        found = {}
+        silent = [rank for rank in range(self.size) if rank not in self.answers]
+        for rank in silent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        for rank in silent:
+            path = os.path.join(self.folder, f"stack-{self.processes[rank].pid}")
+            with contextlib.suppress(OSError):
+                lines = open(path).read().splitlines()  # noqa: SIM115
+                found[rank] = next((x.strip() for x in lines if _is_of_step(x)), "")
+        return found
+
+    def end(self) -> None:
+        """Kill the ranks."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def _is_of_step(line: str) -> bool:
+    """Whether a line of a stack is in code that a run's ranks do not share with all their waits."""
+    ours = not any(
+        word in line for word in ("site-packages", "/distributed/", "/checker/", "lib/python")
+    )
+    return line.strip().startswith("File") and ours
+
+
+def _serve(
+    pipe: Connection,
+    work: Work,
+    run: Run,
+    rank: int,
+    size: int,
+    port: int,
+    parent: int,
+    folder: str,
+) -> None:
+    """Be a rank: meet the others, and do the jobs that come until the pipe ends."""
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program
+    faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack-{os.getpid()}"), "w"))  # noqa: SIM115
+    gc.freeze()  # a collection would copy what this rank shares with its parent
+    context = start(local_ranks.become_rank(rank, size, port), run)
+    _name_nodes(context)
+    while True:
+        job = pipe.recv()
+        try:
+            answer = work(context, job)
+        except UserError as mistake:
+            answer = Failure("refused", [rank], str(mistake))
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(last.filename)}:{last.lineno}"
+            answer = Failure("error", [rank], f"{type(error).__name__}: {error} ({where})")
+            answer.stacks = {rank: traceback.format_exc()}
+        pipe.send(answer)
+
+
+def _name_nodes(context: Context) -> None:
+    """Take every RANKS_OF_NODE ranks for a node, so that experts are on several nodes with --ep 4.
+
+    Tokens go another way to experts on several nodes (distributed/node_dispatch.py). Only names
+    change, as the ranks still meet over this machine's loopback network.
+    """
+    of_rank = [f"node {rank // RANKS_OF_NODE}" for rank in range(context.size)]
+    context.node = of_rank[context.rank]
+    context.places = [replace(p, node=n) for p, n in zip(context.places, of_rank, strict=True)]
+
+
+class Worlds:
+    """Keeps worlds of several sizes, of which at most `at_once` work at a time."""
+
+    def __init__(self, work: Work, run: Run, at_once: int = 2, seconds: float = 90.0):
+        """work: see the top of the file. run: device and backend. seconds: the limit of a job."""
+        self.work, self.run, self.at_once, self.seconds = work, run, at_once, seconds
+        self.idle: list[World] = []
+        self.busy: list[World] = []
+        self.folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> "Worlds":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for world in [*self.idle, *self.busy]:
+            world.end()
+        self.idle, self.busy = [], []
+        self.folder.cleanup()
+
+    def answers(
+        self, jobs: Sequence[tuple[int, Any]], may_begin: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[int, list[Any] | Failure]]:
+        """Yield the number of each job with the answers of its ranks, as they come.
+
+        jobs: the ranks of each, and what `work` gets. may_begin: whether a further job may begin.
+        """
+        waiting = list(enumerate(jobs))
+        while waiting or self.busy:
+            if not may_begin():
+                waiting = []
+            while waiting and len(self.busy) < self.at_once:
+                number, (size, job) = waiting.pop(0)
+                world = self._of_size(size)
+                world.begin(number, job)
+                self.busy.append(world)
+            if self.busy:
+                yield from self._ended()
+
+    def _of_size(self, size: int) -> World:
+        """Return an idle world of this size, or a new one."""
+        for world in self.idle:
+            if world.size == size:
+                self.idle.remove(world)
+                return world
+        return World(size, self.work, self.run, self.folder.name)
+
+    def _ended(self) -> Iterator[tuple[int, list[Any] | Failure]]:
+        """Wait for answers; yield those of the worlds whose job has ended."""
+        place_of: dict[Any, tuple[World, int]] = {
+            pipe: (world, rank)
+            for world in self.busy
+            for rank, pipe in enumerate(world.pipes)
+            if rank not in world.answers
+        }
+        ready: list[Any] = wait(list(place_of), timeout=1.0)
+        for pipe in ready:
+            world, rank = place_of[pipe]
+            try:
+                world.answers[rank] = pipe.recv()
+            except (EOFError, OSError):
+                status = world.processes[rank].exitcode
+                world.answers[rank] = Failure("ended", [rank], f"rank {rank} ended ({status})")
+        for world in list(self.busy):
+            failed = [x for x in world.answers.values() if isinstance(x, Failure)]
+            is_late = time.monotonic() - world.began > self.seconds
+            if len(world.answers) == world.size and not failed:
+                self.busy.remove(world)
+                self.idle.append(world)
+                yield world.number, [world.answers[rank] for rank in range(world.size)]
+            elif failed or is_late:
+                yield world.number, self._failure(world, failed)
+                self.busy.remove(world)
+                world.end()
+
+    def _failure(self, world: World, failed: list[Failure]) -> Failure:
+        """Return why a job has no answer; other ranks may say the same a moment later."""
+        if not failed:
+            silent = [rank for rank in range(world.size) if rank not in world.answers]
+            text = f"no answer within {self.seconds:.0f} s"
+            return Failure("hangs", silent, text, world.stacks())
+        # An error that breaks a connection makes the others fail too: the first cause counts.
+        first = min(failed, key=lambda x: ("refused", "error", "ended").index(x.kind))
+        ranks = sorted(rank for each in failed if each.text == first.text for rank in each.ranks)
+        return Failure(first.kind, ranks, first.text, first.stacks)

@@ -1,0 +1,355 @@
+"""Every tensor of a run's steps on one rank, each with its place in the whole run.
+
+    recorder = Recorder(state)
+    recorder.begin(step)                 before the passes of a step
+    recorder.end()                       after its update
+    recorder.pieces                      what this rank has seen
+
+A piece is a part of a tensor of the whole run. Of activations it says which tokens of which samples
+it has; of parameters which elements. The tensors are inputs and outputs of modules, whatever the
+modules are, the gradients of both, the weights with which a pass computes, gradients after their
+reduction, and the optimizer's state. compare.py puts a single rank's pieces together.
+
+A module that runs several times in a pass, such as a block that is used twice, has a tensor for
+each of its calls; the second one's name ends in " (call 2)". A module that several parts of the
+model share has the name of the first one.
+
+The places are computed here and not by the code that is checked: a rank that reads wrong samples
+must not be believed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from layers.experts import HeldExperts, Router
+
+Key = tuple[int, str, str]  # step, kind, name
+IN_USE, GRADIENT, AFTER = "weights in use", "gradient", "weights"
+
+
+@dataclass
+class Piece:
+    """A part of the tensor `key`, of which `place` says where it is in the whole.
+
+    place: of an activation the positions and the samples of its first two dimensions, or with
+    `paired` the position and the sample of each row; of a parameter the indices of its elements.
+    cut: whether the rank has a part of the features, such as its own heads; which one follows from
+    the sizes.
+    """
+
+    key: Key
+    place: tuple[np.ndarray, ...]
+    values: np.ndarray
+    paired: bool = False
+    is_parameter: bool = False
+
+
+class Recorder:
+    """The hooks on a state's stages and optimizer; `pieces` grow from step to step."""
+
+    def __init__(self, state: Any):
+        """state: the trainer's TrainState, freshly built."""
+        self.state = state
+        self.mesh = state.factory.mesh
+        self.layout = state.config.layout
+        self.pieces: list[Piece] = []
+        self.is_on = False  # not in an evaluation
+        self.step = 0
+        self.passes: dict[int, int] = {}  # forward passes so far in this step, by stage
+        self.micro_batch: int | None = None  # None outside of a stage's forward pass
+        # The tensors that this pass has recorded, and what they are called. A module's input that
+        # is another one's output has the name of the latter, which `aliases` keeps.
+        self.held: list[tuple[Tensor, tuple[str, str]]] = []
+        self.aliases: dict[str, tuple[str, str]] = {}
+        self.watched: set[nn.Module] = set()
+        self.calls: dict[str, int] = {}  # of each module, so far in this pass
+        self.positions = self._positions(state.config.model.seq_length)
+        for index, stage in state.pipeline.stages.items():
+            stage.register_forward_pre_hook(partial(self._begin_stage, index))
+            stage.register_forward_hook(self._end_stage)
+            for name, part in _parts(stage):
+                part.register_forward_pre_hook(partial(self._weights_in_use, name))
+                for inner, module in part.named_modules():
+                    self._watch(f"{name}.{inner}" if inner else name, module)
+        state.optimizer.after_reduction.append(partial(self._parameters, GRADIENT))
+
+    def begin(self, step: int) -> None:
+        """Record from here on; step: from 1, and 0 for the state before the first one."""
+        self.is_on, self.step, self.passes = True, step, {}
+
+    def end(self) -> None:
+        """Record the state after the update, and nothing more until the next `begin`."""
+        for kind in (*self.state.optimizer.state_kinds, AFTER):
+            self._parameters(kind)
+        self.is_on = False
+
+    def numbers(self, **values: float) -> None:
+        """Record numbers of the step that every rank has, such as the gradient norm."""
+        for name, value in values.items():
+            key = (self.step, "number", name.replace("_", " "))
+            self.pieces.append(Piece(key, (np.zeros(1, np.int64),), np.array([value]), False, True))
+
+    # ---- Where this rank's tokens are ------------------------------------------------------------
+
+    def _positions(self, length: int) -> np.ndarray:
+        """Return the positions of this cp rank's tokens: chunks i and 2 cp - 1 - i of 2 cp."""
+        size, rank = self.layout.cp, self.mesh.place["cp"]
+        if size == 1:
+            return np.arange(length)
+        chunks = np.split(np.arange(length), 2 * size)
+        return np.concatenate([chunks[rank], chunks[2 * size - 1 - rank]])
+
+    def _rows(self, count: int) -> np.ndarray | None:
+        """Return the positions of a tensor's `count` rows, or None if it has no row per token."""
+        whole = len(self.positions)
+        tp = self.layout.tp
+        if count == whole:
+            return self.positions
+        if tp > 1 and whole % tp == 0 and count == whole // tp:  # sequence parallelism
+            return np.split(self.positions, tp)[self.mesh.place["tp"]]
+        return None
+
+    def _rows_of(self, x: Tensor) -> np.ndarray | None:
+        """Return the positions of the rows of a tensor (s, b, ...), or None if it is none."""
+        if x.dim() < 2 or x.shape[1] != self.layout.micro_batch_size:
+            return None
+        return self._rows(x.shape[0])
+
+    def _samples(self) -> np.ndarray:
+        """Return the samples of the running micro-batch, from 0 in the step."""
+        size = self.layout.micro_batch_size
+        first = ((self.micro_batch or 0) * self.layout.dp + self.mesh.place["dp"]) * size
+        return np.arange(first, first + size)
+
+    # ---- Hooks on modules ------------------------------------------------------------------------
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        """Register the hooks of a module that sees tokens in their order."""
+        if isinstance(module, HeldExperts) or module in self.watched:  # rows sorted by expert
+            return
+        self.watched.add(module)
+        module.register_forward_pre_hook(partial(self._begin_call, name))
+        if isinstance(module, Router):
+            module.register_forward_hook(partial(self._router, name))
+            return
+        module.register_forward_pre_hook(partial(self._input, name, module))
+        module.register_forward_hook(partial(self._output, name))
+
+    def _begin_call(self, name: str, *_: Any) -> None:
+        """Count a call in a stage's forward pass; a recomputation is none."""
+        if self.micro_batch is not None:
+            self.calls[name] = self.calls.get(name, 0) + 1
+
+    def _called(self, name: str, part: str = "") -> str:
+        """Return the name of a tensor of the running call of a module. part: a part's name."""
+        number = self.calls[name]
+        return f"{name}{part}" + (f" (call {number})" if number > 1 else "")
+
+    def _begin_stage(self, index: int, stage: Any, inputs: tuple) -> None:
+        if not self.is_on:
+            return
+        self.micro_batch = self.passes.get(index, 0)
+        self.passes[index] = self.micro_batch + 1
+        self.calls = {}
+        batch = inputs[1] if len(inputs) > 1 else None
+        if batch is None:
+            return
+        if index == 0:
+            self._add("output", "tokens", batch.tokens.t())
+        if stage.head is not None:
+            self._add("output", "labels", batch.labels.t())
+
+    def _end_stage(self, *_: Any) -> None:
+        self.micro_batch = None
+        self.held = []
+
+    def _weights_in_use(self, name: str, part: nn.Module, _: Any) -> None:
+        """Record a part's weights before the first pass of a step; ZeRO 3 has them later."""
+        if self.micro_batch != 0:
+            return
+        for p in part.parameters():
+            if hasattr(p, "spec") and not hasattr(p, "to_local"):
+                elements = _elements(p.spec, tuple(p.shape))
+                self._add_elements((self.step, IN_USE, p.spec.name), elements, p.detach().flatten())
+
+    def _input(self, name: str, module: nn.Module, _: nn.Module, inputs: tuple) -> None:
+        if self.micro_batch is None or not inputs or not isinstance(inputs[0], Tensor):
+            return
+        x = inputs[0]
+        if name.startswith("blocks.") and name.count(".") == 1:
+            return  # a block's input is the sum of two tensors: the output of the block before
+        for other, known in self.held:
+            # A block's norm may run as a part of a sum, and has no output of its own then.
+            is_norm = known[1].partition(" (call ")[0].endswith("_norm")
+            if x is other and not is_norm:
+                self.aliases[self._called(name)] = known
+                return
+        self._see("input", self._called(name), x)
+
+    def _output(self, name: str, module: nn.Module, _: tuple, output: Any) -> None:
+        if self.micro_batch is None:
+            return
+        called = self._called(name)
+        if isinstance(output, Tensor):
+            self._see("output", called, output, _local_shape(module, self.layout.tp))
+        elif isinstance(output, tuple) and name.startswith("blocks.") and name.count(".") == 1:
+            residual, y = output  # a block's output is their sum; both have its gradient
+            self._add("output", called, residual + y)
+            self._watch_gradient("output", called, y, None)
+        elif isinstance(output, list | tuple):
+            for number, x in enumerate(output):
+                if isinstance(x, Tensor):
+                    self._see("output", self._called(name, f".{number}"), x)
+
+    def _see(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
+        """Record a tensor of the forward pass, and later its gradient."""
+        self.held.append((x, (kind, name)))
+        self._add(kind, name, x, shape)
+        self._watch_gradient(kind, name, x, shape)
+
+    def _watch_gradient(
+        self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None
+    ) -> None:
+        if x.requires_grad:
+            add = partial(self._gradient, f"gradient of {kind}", name, self.micro_batch, shape)
+            x.register_hook(add)
+
+    def _gradient(
+        self,
+        kind: str,
+        name: str,
+        micro_batch: int | None,
+        shape: tuple[int, ...] | None,
+        grad: Tensor,
+    ) -> None:
+        before, self.micro_batch = self.micro_batch, micro_batch
+        self._add(kind, name, grad, shape)
+        self.micro_batch = before
+
+    def _add(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
+        """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here.
+
+        A stack of them, (n, s, b), such as losses and z-losses, counts as (s, b, n).
+        """
+        rows = self._rows_of(x)
+        if rows is None and x.dim() == 3:
+            x = x.permute(1, 2, 0)
+            rows = self._rows_of(x)
+        if rows is None or not self.is_on:
+            return
+        values = _array(x)
+        if shape is not None and np.prod(shape) == values.shape[-1]:
+            values = values.reshape(*values.shape[:-1], *shape)
+        self.pieces.append(Piece((self.step, kind, name), (rows, self._samples()), values))
+
+    def _router(self, name: str, router: nn.Module, inputs: tuple, output: tuple) -> None:
+        """Record the weights that a router gives to each token's experts, and the choice."""
+        if self.micro_batch is None or not self.is_on:
+            return
+        _, places, samples, *_ = inputs
+        experts, weights, _ = output
+        places = _array(places)
+        whole = self._rows(self._tokens(len(places)))
+        if whole is None:
+            return
+        place = whole[places // samples], self._samples()[places % samples]
+        key = self.step, "output", self._called(name, ".choice")
+        self.pieces.append(Piece(key, place, _array(experts), paired=True))
+        key = self.step, "output", self._called(name, ".weights")
+        self.pieces.append(Piece(key, place, _array(weights), paired=True))
+        if weights.requires_grad:
+            key = self.step, "gradient of output", self._called(name, ".weights")
+
+            def add(grad: Tensor) -> None:
+                self.pieces.append(Piece(key, place, _array(grad), paired=True))
+
+            weights.register_hook(add)
+
+    def _tokens(self, count: int) -> int:
+        """Return the rows of the tensor whose tokens a router sees, of which it has `count`."""
+        whole = len(self.positions)
+        return whole // self.layout.tp if self.layout.sequence_parallel else whole
+
+    # ---- Parameters ------------------------------------------------------------------------------
+
+    def _parameters(self, kind: str) -> None:
+        """Add this rank's shards of all parameters' gradients, state or weights."""
+        if not self.is_on:
+            return
+        for shard in self.state.optimizer.owned():
+            key = self.step, kind, shard.spec.name
+            if kind == GRADIENT:
+                gradients = shard.group.own_gradients()
+                if not gradients:
+                    continue
+                flat = gradients[shard.master].view(-1)
+                values = flat[shard.offset : shard.offset + shard.stop - shard.start]
+            else:
+                values = shard.read("weights" if kind == AFTER else kind, shard.start, shard.stop)
+            elements = _elements(shard.spec, shard.shape)[shard.start : shard.stop]
+            self._add_elements(key, elements, values)
+
+    def _add_elements(self, key: Key, elements: np.ndarray, values: Tensor) -> None:
+        """Add elements of a parameter; those with the index -1 are padding."""
+        numbers = _array(values.double()).reshape(-1)
+        kept = elements >= 0
+        piece = Piece(key, (elements[kept],), numbers[kept], False, True)
+        self.pieces.append(piece)
+
+
+def without_call(key: Key) -> Key:
+    """Return the key of the tensor of a module's first call in a pass."""
+    step, kind, name = key
+    return step, kind, name.partition(" (call ")[0]
+
+
+def _array(x: Tensor) -> np.ndarray:
+    """Return a copy of a tensor's numbers.
+
+    numpy() of the tensor itself would keep its storage from being freed, as ZeRO 3 frees weights.
+    """
+    return x.detach().cpu().clone().numpy()
+
+
+def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a stage with their names in the whole model."""
+    if stage.embedding is not None:
+        yield "embedding", stage.embedding
+    for number, block in enumerate(stage.blocks, stage.spec.first):
+        yield f"blocks.{number}", block
+    if stage.head is not None:
+        yield "head", stage.head
+
+
+def _local_shape(module: nn.Module, tp: int) -> tuple[int, ...] | None:
+    """Return the shape that a matrix's output has in place of its last dimension, or None.
+
+    A matrix of shape (2, f, h) gives gate and up side by side: of f each tensor rank has a part.
+    """
+    weight = getattr(module, "weight", None)
+    spec = getattr(weight, "spec", None)
+    if spec is None or len(spec.shape) < 3:
+        return None
+    shape = list(spec.shape[:-1])
+    if spec.dim is not None and spec.dim < len(shape):
+        shape[spec.dim] //= tp
+    return tuple(shape)
+
+
+def _elements(spec: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the flat index in the whole tensor of each element of a local one; -1: padding."""
+    local = np.full(shape, -1, np.int64)
+    whole = np.arange(int(np.prod(spec.shape)), dtype=np.int64).reshape(spec.shape)
+    if spec.dim is None:
+        return whole.reshape(-1)
+    here = [slice(None)] * len(shape)
+    there = [slice(None)] * len(shape)
+    here[spec.dim] = slice(0, spec.stop - spec.start)
+    there[spec.dim] = slice(spec.start, spec.stop)
+    local[tuple(here)] = whole[tuple(there)]
+    return local.reshape(-1)

@@ -1,0 +1,155 @@
+"""One run on one rank: its losses, its replicas, and what the recorder has seen.
+
+answer = work(context, CheckedRun(config))     on every rank of a world; a function of ranks.Worlds
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+import data
+import trainer
+from checkpointing.save import Checkpointer
+from checkpointing.state import Progress
+from config import validation
+from config.learning_rate import rate_at
+from config.schema import Config
+from distributed.context import Context
+from telemetry import pass_times
+from telemetry.replica_check import differing_replicas
+from telemetry.start_of_run import find_past
+from tools.checker.alone import findings
+from tools.checker.compare import Reference, SeenPieces
+from tools.checker.recorder import Piece, Recorder
+from tools.checker.shrink import LEAST_BUCKET
+from tools.checker.thresholds import small_thresholds
+
+EVALUATED_AFTER = 2  # the step with an evaluation after it, beside the last: what it leaves behind
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run to do. config: with its layout. save: after this step the state is saved to --out, and
+    the run ends. With --resume the run continues from there.
+    """
+
+    config: Config
+    save: int = 0
+    number: int = 0  # of the job: values in the store have it in their names
+
+
+@dataclass
+class RunAnswer:
+    """What a rank has to say about a run.
+
+    losses, norms, loads: of every step. evaluated: the losses of evaluations by name. unequal:
+    replicas that differ. seen: how its tensors compare with one rank's. pieces, aliases: of the
+    recorder, if there is nothing to compare with; then also `alone`: what is wrong on one rank.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    loads: list[list[float]] = field(default_factory=list)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    unequal: list[str] = field(default_factory=list)
+    seen: SeenPieces | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
+    alone: list[str] = field(default_factory=list)
+
+
+class Worker:
+    """Does runs on a rank and compares their tensors with those of one rank."""
+
+    def __init__(self, reference: Reference | None = None, looks_alone: bool = True):
+        """reference: the run of one rank; None: that is the run to do, and its pieces come back.
+
+        looks_alone: whether the one rank also checks itself (alone.py), on CPUs.
+        """
+        self.reference, self.looks_alone = reference, looks_alone
+
+    @small_thresholds()
+    def __call__(self, context: Context, job: CheckedRun) -> RunAnswer:
+        """Do a run on this rank; collective over the world."""
+        if context.size > 1:
+            # Values of an earlier run must not be taken for this one's.
+            store = dist.PrefixStore(f"job {job.number}", context.store)
+            context = replace(context, store=store)
+        config = validation.check(job.config, context.size)
+        config, chosen, _ = find_past(config, context)
+        config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
+        config, _ = pass_times.decide_schedule(config, context)
+        splits = data.build(config)
+        state = trainer.build(config, context, LEAST_BUCKET)
+        recorder = Recorder(state)
+        try:
+            answer = _train(state, recorder, splits, context, job, chosen)
+        finally:
+            state.reader.close()
+        if self.reference is None:
+            answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
+            if self.looks_alone and config.training.precision == "fp64":
+                answer.alone = list(findings(config, context))
+        else:
+            tp = config.layout.tp
+            answer.seen = SeenPieces.by(self.reference, recorder.pieces, tp, state.factory.mesh)
+        return answer
+
+
+def _train(
+    state: trainer.TrainState,
+    recorder: Recorder,
+    splits: data.Splits,
+    context: Context,
+    job: CheckedRun,
+    chosen: Any,
+) -> RunAnswer:
+    """Do the steps of a run. chosen: the checkpoint to go on from, if any."""
+    config, mesh = state.config, state.factory.mesh
+    done = Progress()
+    checkpoints: Checkpointer | None = None
+    if job.save or config.run.resume:
+        checkpoints = Checkpointer(
+            config, mesh, state.optimizer, context, splits.train, _say_nothing, None, chosen
+        )
+        done = checkpoints.resume()
+    answer = RunAnswer()
+    recorder.begin(done.iteration)  # the weights that were drawn, or the state that was loaded
+    recorder.end()
+    for iteration in range(done.iteration + 1, config.total_steps + 1):
+        begin = done.consumed_samples
+        batch = config.batches.batch(begin)
+        mesh.recorder.begin_step(iteration)
+        recorder.begin(iteration)
+        lr = rate_at(config, begin, done.skipped_samples, batch)
+        result = trainer.step(state, splits.train, begin, lr)
+        recorder.numbers(loss=result.loss, gradient_norm=result.grad_norm)
+        recorder.end()
+        trained = not result.skipped
+        done = done.after_step(splits.train, batch, config.model.seq_length, trained)
+        answer.losses.append(result.loss)
+        answer.norms.append(result.grad_norm)
+        answer.loads.append(result.expert_loads or [])
+        if iteration == EVALUATED_AFTER:
+            found = _evaluations(state, splits)
+            answer.evaluated = {f"{name} after step {iteration}": loss for name, loss in found}
+        if iteration == job.save and checkpoints is not None:
+            checkpoints.save_to_stop(done)
+            return answer
+    answer.unequal = [x.sentence for x in differing_replicas(state.stages, state.optimizer, mesh)]
+    answer.evaluated |= dict(_evaluations(state, splits))
+    return answer
+
+
+def _evaluations(state: trainer.TrainState, splits: data.Splits) -> Any:
+    """Yield the name and the loss of each evaluation."""
+    for name, (samples, count) in splits.evaluations(state.config.data.eval_samples).items():
+        yield name, trainer.evaluate(state, samples, count)
+        if state.config.data.eval_ema:
+            with state.optimizer.averaged_weights():
+                yield f"{name}_ema", trainer.evaluate(state, samples, count)
+
+
+_say_nothing: Callable[[str], None] = lambda line: None  # noqa: E731

@@ -1,0 +1,250 @@
+"""The user's run at small sizes that take the same paths through the code.
+
+    small, lines = shrink(config, folder)
+    lines += unsaid(config, small, given, lines)
+
+Options that choose code stay: windows, latent attention, experts and their balance, the optimizer,
+a ramp-up, masks of documents. Sizes become small, and such that they do not divide evenly where the
+user's may not. An option that this file does not know stays as the user gave it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from architecture.block_attention import flags_of
+from architecture.rotary_scaling import rotary_scaling
+from architecture.shape import ModelShape
+from config.run_options import Run, Training
+from config.schema import GROUPS, Config, Layout
+from tools.checker.corpora import small_data
+
+LAYERS, LENGTH, VOCABULARY, EXPERTS = 4, 24, 61, 12
+HEADS = 6  # KV heads: tp 2 and 3 divide them, and cp 4 only in part
+LEAST_BUCKET = 4000  # gradients: several buckets, each with several parameters, as in a large model
+OFTEN = 13  # tokens of a vocabulary, one of which ends a document
+CLIP = 0.02  # below every gradient norm of a small model: each step is clipped
+BATCH = 12  # samples in a step: dp 1 to 4, and micro-batches of 1 to 3
+# The first step has the weights as drawn, the second those of an update, which were gathered, the
+# third an update with moments; later ones do nothing that is new.
+STEPS = 3
+WINDOW = 5
+LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+
+
+def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config, list[str]]:
+    """Return the small run and lines that say what was changed.
+
+    folder: for the files of the small run. on_gpus: in bf16 on GPUs, and not in fp64 on CPUs. The
+    run has the layout of one rank.
+    """
+    model = _model(config.model)
+    if config.data.eod_token is not None and config.data.data == ("synthetic",):
+        fewer = min(model.vocab_size, OFTEN)  # so that documents of random tokens end often
+        model = dataclasses.replace(model, vocab_size=fewer)
+    training, said = _training(config.training)
+    # A softmax takes no notice of the bias of the columns of keys that RoPE does not rotate: its
+    # gradient is rounding alone, which Adafactor divides by its own size, so that its update
+    # differs in every layout.
+    rotates_all = model.positions == "rotary" and model.rotary_fraction == 1.0
+    rotates_all &= model.rotary_blocks == "all"
+    if training.optimizer == "adafactor" and model.qkv_bias and not rotates_all:
+        model = dataclasses.replace(model, qkv_bias=False)
+        said.append("qkv-bias true -> false: Adafactor's update of the bias of keys is rounding")
+    if on_gpus:
+        training = dataclasses.replace(training, precision="bf16")
+    data, said_of_data = small_data(config.data, model, training.seed, folder)
+    device = "cuda" if on_gpus else "cpu"
+    out = str(folder / "run")
+    run = Run(
+        out=out,
+        device=device,
+        watchdog=False,
+        bind_cores=False,
+        preflight=False,
+        async_save=config.run.async_save,
+        blocking=config.run.blocking,
+    )
+    layout = Layout(dp=1, pad_vocab_multiple=1)
+    small = Config(model=model, layout=layout, training=training, data=data, run=run)
+    return small, [*_lines(config, small), *said, *said_of_data]
+
+
+def _lines(config: Config, small: Config) -> list[str]:
+    """Return a line with the sizes of the model and of the training that became smaller."""
+    names: tuple[str, ...] = (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "head_size",
+        "seq_length",
+        "vocab_size",
+    )
+    names += ("experts", "experts_per_token", "window", "kv_lora_rank")
+    changed = []
+    for name in names:
+        was, now = getattr(config.model, name), getattr(small.model, name)
+        if was != now:
+            changed.append(f"{name.replace('_', '-')} {was} -> {now}")
+    was, now = config.training.global_batch_size, small.training.global_batch_size
+    if was != now:
+        changed.append(f"global-batch-size {was} -> {now}")
+    return [", ".join(changed)] if changed else []
+
+
+def unsaid(
+    config: Config, small: Config, given: Collection[str], lines: Collection[str]
+) -> Iterator[str]:
+    """Yield lines on the given options that the small run has not, and that `lines` do not name.
+
+    given: names of options of `config`, the user's run. small: the run that was made of it.
+    """
+    text = " ".join(lines)
+    changed, without = [], []
+    for group, cls in GROUPS.items():
+        was, now = getattr(config, group), getattr(small, group)
+        for name in (field.name for field in dataclasses.fields(cls) if field.name in given):
+            flag = name.replace("_", "-")
+            is_said = re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
+            if is_said or group == "layout" or getattr(was, name) == getattr(now, name):
+                continue
+            values = [getattr(each, name) for each in (was, now)]
+            if group == "run" or values[1] is None:
+                without.append(f"--{flag}")
+                continue
+            texts = [" ".join(v) if isinstance(v, tuple) else str(v) for v in values]
+            changed.append(f"{flag} {texts[0]} -> {texts[1]}")
+    if changed:
+        yield ", ".join(changed)
+    if without:
+        yield f"without {', '.join(without)}"
+    if of_layout := [n for n in given if n in {f.name for f in dataclasses.fields(Layout)}]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_layout))
+        yield f"without {flags}: the check picks layouts, or takes those of --layout"
+
+
+def _model(model: ModelShape) -> ModelShape:
+    """Return the model at small sizes."""
+    layers = min(model.layers, LAYERS)
+    kv_heads = min(model.kv_heads, HEADS)
+    if HEADS > kv_heads > 3:
+        kv_heads = 2  # cp 4, and cp 2 with tp 2, then divide heads in part, and gather keys in part
+    heads = kv_heads * min(model.heads // model.kv_heads, 2)
+    length = min(model.seq_length, LENGTH)
+    sizes: dict[str, Any] = {"layers": layers, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"seq_length": length, "vocab_size": min(model.vocab_size, VOCABULARY)}
+    if model.is_latent:
+        sizes |= {n: v for n, v in LATENT.items() if getattr(model, n)}
+        keys = model.qk_nope_head_dim + model.qk_rope_head_dim
+        sizes["v_head_dim"] = 14 if model.v_head_dim > keys else LATENT["qk_nope_head_dim"]
+        sizes["head_size"] = LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"]
+        hidden = 36
+    else:
+        # A head is as small as its rotated columns allow, which are an even number.
+        rotated = int(4 * model.rotary_fraction)
+        sizes["head_size"] = 4 if rotated and rotated % 2 == 0 else 8
+        hidden = heads * sizes["head_size"]
+        if model.heads * model.head_size != model.hidden:
+            hidden += 2 * HEADS
+    sizes["hidden"] = hidden
+    sizes["ffn_hidden"] = 36
+    if model.query_scalar == model.head_size:
+        sizes["query_scalar"] = float(sizes["head_size"])
+    has_more = model.max_positions > model.seq_length
+    sizes["max_positions"] = length + (6 if has_more else 0)
+    if 0 < model.window < model.seq_length:
+        sizes["window"] = min(model.window, WINDOW)
+    sizes |= _blocks(model, layers) | _experts(model, layers)
+    scaling = {"rotary_scaling": model.rotary_scaling}
+    if model.window_rotary_scaling != model.rotary_scaling:
+        scaling["window_rotary_scaling"] = model.window_rotary_scaling
+    width = int(sizes["head_size"] * model.rotary_fraction)
+    width = LATENT["qk_rope_head_dim"] if model.is_latent else width
+    for name, text in scaling.items():
+        sizes[name] = _scaling(text, width, model.seq_length, length)
+    sizes.setdefault("window_rotary_scaling", sizes["rotary_scaling"])
+    return dataclasses.replace(model, **sizes)
+
+
+def _scaling(text: str, width: int, was: int, length: int) -> str:
+    """Return a rotary scaling for `width` rotated columns; longrope has a factor for each pair.
+
+    was, length: the tokens of a sample before and now. Samples that were longer than the original
+    length, which have the long factors, still are.
+    """
+    kind, numbers = rotary_scaling(text)
+    if kind != "longrope":
+        return text
+    count = (len(numbers) - 2) // 2
+    short, long = numbers[2 : 2 + count], numbers[2 + count :]
+    places = [i * count // (width // 2) for i in range(width // 2)]
+    original = length // 2 if was > numbers[0] else 2 * length
+    lists = [",".join(f"{factors[i]:g}" for i in places) for factors in (short, long)]
+    return f"longrope:{original}:{numbers[1]:g}:{lists[0]}:{lists[1]}"
+
+
+def _blocks(model: ModelShape, layers: int) -> dict[str, str]:
+    """Return the patterns of blocks with windows and with rotary positions.
+
+    Every combination of the two that the model's blocks have is in the small model, in turn.
+    """
+    windows = flags_of(model.window_blocks, model.layers)
+    rotary = flags_of(model.rotary_blocks, model.layers)
+    kinds = list(dict.fromkeys(zip(windows, rotary, strict=True)))
+    if len(kinds) == 1:
+        return {"window_blocks": "all" if windows[0] else "none"} | {
+            "rotary_blocks": "all" if rotary[0] else "none"
+        }
+    turns = [kinds[block % len(kinds)] for block in range(layers)]
+    names = ("window_blocks", "rotary_blocks")
+    return {name: ",".join(str(int(kind[i])) for kind in turns) for i, name in enumerate(names)}
+
+
+def _experts(model: ModelShape, layers: int) -> dict[str, int]:
+    """Return the small numbers of experts, groups and widths; nothing for a dense model."""
+    if model.experts == 1:
+        return {"expert_ffn_hidden": 36}
+    experts = min(model.experts, EXPERTS)
+    groups = max(n for n in range(1, min(model.router_groups, 4) + 1) if experts % n == 0)
+    best = min(model.router_groups_per_token, groups)
+    chosen = min(model.experts_per_token, 3, best * (experts // groups))
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn_hidden": 20,
+        "router_groups": groups,
+        "router_groups_per_token": best,
+        "shared_ffn_hidden": 24 if model.shared_ffn_hidden else 0,
+        "first_dense_layers": min(model.first_dense_layers, 1),
+        "expert_interval": min(model.expert_interval, 2),
+    }
+
+
+def _training(training: Training) -> tuple[Training, list[str]]:
+    """Return a training of a few steps in fp64, and lines about what cannot be kept in fp64."""
+    said = []
+    changed: dict[str, Any] = {"steps": STEPS, "train_samples": None, "global_batch_size": BATCH}
+    changed |= {"precision": "fp64", "grad_dtype": "fp32", "loss_scale": 0.0}
+    if training.optimizer in ("adamw8bit", "apex"):
+        changed["optimizer"] = "adamw"
+        said.append(f"--optimizer {training.optimizer} has no fp64: checked as adamw")
+    if training.muon_dtype == "bf16":
+        changed["muon_dtype"] = "master"
+        said.append("--muon-dtype bf16 rounds: checked in fp64")
+    if training.rampup_batch_size:
+        changed["rampup_batch_size"] = (BATCH // 2, BATCH // 2, BATCH)
+    if training.batch_schedule:
+        changed["batch_schedule"] = ("0:6", f"{BATCH * LENGTH}:{BATCH}")
+    # Rates that are too small would hide an update that is wrong.
+    changed["lr"] = max(training.lr, 1e-3) if training.lr else 0.0
+    changed["clip_grad"] = min(training.clip_grad, CLIP)
+    changed["adam_eps"] = max(training.adam_eps, 1e-8)
+    for name in ("lr_warmup_samples", "lr_wsd_decay_samples"):
+        if getattr(training, name):
+            changed[name] = min(getattr(training, name), BATCH)
+    if training.lr_decay_samples:
+        changed["lr_decay_samples"] = STEPS * BATCH
+    return dataclasses.replace(training, **changed), said

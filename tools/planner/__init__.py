@@ -1,0 +1,21 @@
+"""Answers questions about layouts, budgets and shapes by the formulas of costs/. No torch, no GPU.
+
+enumeration     every layout that train.py takes, as a table of columns
+closed_form     seconds and bytes of every row, without its schedule
+layouts         the fastest rows, each simulated; all others rejected with a reason
+engines         what other training programs do otherwise than Trine: facts in engines.toml, and
+                terms in place of Trine's; expert_engines: those of models with experts
+program         another training program: facts, options, command; programs (--for) has those of
+                megatron_words and torchtitan_words
+scaling_laws    tokens and loss of a model by Chinchilla's law and a newer one
+model_sizes     the largest model, and the fewest nodes
+growth          a ramp-up of the batch in stages of nodes: the fastest layout of each
+gap             where a run's time went, which flags win it back
+flags           the planner's own flags: meaning and limits; plan.py says which question reads them
+questions       what a question and an answer are; the questions are in layout_table (picture draws
+                it), duration_questions, layout_questions, model_questions, compare, budget and
+                shapes; cost: money
+batch_file      a Slurm batch file for a layout
+web_page        an HTML page of one file with tables and pictures, everything in it escaped
+run_files       reads measured runs; calibration refits a machine's constants to them
+"""
