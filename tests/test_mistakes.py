@@ -21,7 +21,7 @@ from config import command_line, validation
 from costs import memory
 from distributed.placement import threads_asked_for
 from scripts import plot_loss
-from tools.planner import picture
+from tools.report import picture
 
 ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py", "sample.py")
 SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
