@@ -144,7 +144,7 @@ def check_data(config: Config) -> None:
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
     if not synthetic:
-        words = [options.data, *(stage.data for stage in config.stages_left)]
+        words = [options.data, *(phase.data for phase in config.phases_left)]
         prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
         for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)

@@ -23,8 +23,8 @@ from base.options import option
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.past import Past
+from config.phases import PhasePlan, PlacedPhase, place
 from config.run_options import Data, Run, Training
-from config.stages import PlacedStage, StagePlan, place
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
@@ -231,20 +231,20 @@ class Config:
     passed_over: tuple[tuple[int, int], ...] = ()
     # The steps done before this start, on which every number of the whole run depends.
     past: Past = field(default_factory=Past)
-    # The stages of --stages; None: the options hold for all of the run.
-    plan: StagePlan | None = None
+    # The phases of --phases; None: the options hold for all of the run.
+    plan: PhasePlan | None = None
 
     @cached_property
     def batches(self) -> BatchSchedule:
         """The sizes of the run's global batches; UserError if the options are inconsistent."""
         if self.plan is None:
             return batch_schedule(self.training, self.model.seq_length)
-        starts = [(stage.samples, stage.batch) for stage in self.stages]
+        starts = [(phase.samples, phase.batch) for phase in self.phases]
         return batches.joined(starts)
 
     @cached_property
-    def stages(self) -> tuple[PlacedStage, ...]:
-        """The stages of the run, with their places; () without --stages.
+    def phases(self) -> tuple[PlacedPhase, ...]:
+        """The phases of the run, with their places; () without --phases.
 
         UserError if they contradict what is over.
         """
@@ -253,16 +253,16 @@ class Config:
         size = self.training.global_batch_size
         return place(self.plan, self.past, self.data.data, self.model.seq_length, size)
 
-    def stage_at(self, samples: int) -> PlacedStage | None:
-        """Return the stage of the sample with this number in the run; None without --stages."""
-        stages = self.stages
-        later = bisect.bisect_right(stages, samples, key=lambda stage: stage.samples)
-        return stages[later - 1] if stages else None
+    def phase_at(self, samples: int) -> PlacedPhase | None:
+        """Return the phase of the sample with this number in the run; None without --phases."""
+        phases = self.phases
+        later = bisect.bisect_right(phases, samples, key=lambda phase: phase.samples)
+        return phases[later - 1] if phases else None
 
     def length_at(self, samples: int) -> int:
         """Return the tokens of the sample with this number in the run."""
-        stage = self.stage_at(samples)
-        return stage.length if stage else self.model.seq_length
+        phase = self.phase_at(samples)
+        return phase.length if phase else self.model.seq_length
 
     def model_at(self, samples: int) -> ModelShape:
         """Return the model with the sample length of the step that begins at this sample."""
@@ -273,19 +273,19 @@ class Config:
 
     def tokens_at(self, samples: int) -> int:
         """Return the tokens of the run before the sample with this number."""
-        stage = self.stage_at(samples)
-        return stage.tokens_at(samples) if stage else samples * self.model.seq_length
+        phase = self.phase_at(samples)
+        return phase.tokens_at(samples) if phase else samples * self.model.seq_length
 
     @property
     def lengths(self) -> list[int]:
         """The numbers of tokens that samples of this start and later ones have, ascending."""
-        return sorted({s.length for s in self.stages_left} or {self.model.seq_length})
+        return sorted({s.length for s in self.phases_left} or {self.model.seq_length})
 
     @property
-    def stages_left(self) -> tuple[PlacedStage, ...]:
-        """The stages that this start and later ones train; () without --stages."""
-        now = self.stage_at(self.past.samples)
-        return self.stages[self.stages.index(now) :] if now else ()
+    def phases_left(self) -> tuple[PlacedPhase, ...]:
+        """The phases that this start and later ones train; () without --phases."""
+        now = self.phase_at(self.past.samples)
+        return self.phases[self.phases.index(now) :] if now else ()
 
     @property
     def levels(self) -> list[Level]:
@@ -327,7 +327,7 @@ class Config:
         if self.training.steps is not None:
             return self.past.consumed(self.training.steps, self.batches)
         if self._end_tokens is not None:
-            last = self.stages[-1]
+            last = self.phases[-1]
             steps = max(0, self._end_tokens - last.tokens) // (last.length * last.batch)
             begin = last.samples
             if last.is_begun:  # whole steps after those that are done, of whatever size they were
@@ -346,7 +346,7 @@ class Config:
 
     @property
     def _end_tokens(self) -> int | None:
-        """The tokens at which a run with --stages ends; None if --train-samples says the end."""
+        """The tokens at which a run with --phases ends; None if --train-samples says the end."""
         if self.plan is None or self.training.train_samples is not None:
             return None
         return self.plan.train_tokens
@@ -358,11 +358,11 @@ class Config:
         The last number or one before it is at least `total_samples` (Past.ordered).
         """
         if self.plan is not None:
-            # Stages do not read in orders of a number of samples, but what a run has read before it
-            # had stages is in one, and goes on in it up to the first stage.
+            # Phases do not read in orders of a number of samples, but what a run has read before it
+            # had phases is in one, and goes on in it up to the first phase.
             if not self.past.ordered:
                 return ()
-            ends = [stage.samples for stage in self.stages[1:2]]
+            ends = [phase.samples for phase in self.phases[1:2]]
             return self.past.with_order(min([self.total_samples, *ends]))
         return self.past.with_order(self.total_samples)
 

@@ -341,7 +341,7 @@ FROM_THE_CHECKPOINT = [
     "answers_only",
 ]
 OF_THE_START = ["eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema", "cache"]
-OF_THE_START += ["stages"]  # its contents are taken over
+OF_THE_START += ["phases"]  # its contents are taken over
 
 
 def test_a_resume_takes_each_option_as_its_declaration_says():
