@@ -42,11 +42,12 @@ with ending_all_ranks(watch), errors.installed():
     import psutil
 
     from base.errors import UserError, exit_with
-    from base.paths import check_paths
     from config.command_line import parse_request
     from config.inherited import Inherited
-    from config.schema import Config, elements_of_run
+    from config.run_paths import check_paths
+    from config.schema import Config
     from config.validation import check
+    from costs.run_size import elements_of_run
     from distributed.context import prepare
     from distributed.launch import Launch, check_launch, discover
     from telemetry import trackers

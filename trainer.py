@@ -98,7 +98,7 @@ def build(
 
     config: options that passed validation.check; its schedule is not "auto". context: this rank's
     connections to the other ranks; None for a world of one rank on the CPU. least_bucket: see
-    config.schema.bucket_elements.
+    config.buffer_sizes.bucket_elements.
     """
     model = build_model(config, context)
     config = model.config

@@ -21,9 +21,10 @@ from config.command_line import parse_request
 from config.inherited import Inherited, changed_constants, inherited
 from config.learning_rate import learning_rate
 from config.past import Past, from_text, to_text
-from config.schema import GROUPS, Config, elements_of_run
+from config.schema import GROUPS, Config
 from config.validation import check
 from costs import memory
+from costs.run_size import elements_of_run
 from telemetry import log_lines
 from telemetry.log import Log, Printed
 
