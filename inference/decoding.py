@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from architecture.shape import ModelShape
-from config.schema import rows_along
+from config.mesh_axes import rows_along
 from layers.attention import KeyValueCache, local_slopes
 from layers.rotary import text_switch
 from model import Embedding

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
-from config.schema import Config, coordinates
+from config.mesh_axes import coordinates
+from config.schema import Config
 from telemetry.observer import Observer, Step
 from telemetry.step_stats import StepStats, ranks_of_stages
 from zero import StepResult
