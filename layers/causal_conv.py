@@ -47,7 +47,7 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _taps(padded: Tensor, weight: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """Return for each tap how many tokens it looks back, the tokens there, and its weights, (c,)."""
+    """Return of each tap how many tokens it looks back, those tokens, and its weights, (c,)."""
     kernel = weight.shape[1]
     length = len(padded) - kernel + 1
     return [

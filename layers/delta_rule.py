@@ -11,7 +11,7 @@ Within a chunk of C tokens let G be the sum of g from the chunk's begin, and D[i
 exp(G_i - G_j) from token j to token i, 0 unless i >= j. With the state S before the chunk, what the
 tokens write are the rows of a matrix N = U - W S, where
 
-    (1 + M) [U, W] = [beta v, beta e k]     M[i, j] = beta_i D[i, j] k_i . k_j, for i > j; e = exp(G)
+    (1 + M) [U, W] = [beta v, beta e k]    M[i, j] = beta_i D[i, j] k_i . k_j, i > j;  e = exp(G)
     results: (e q) S + (D * q k^T) N        next state: e_last S + (D_last k)^T N
 
 so only the states are computed one chunk after the other, and all else for all chunks at once.
@@ -36,10 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from architecture.mixer_stats import CHUNK
 from distributed.collectives import Group
 from distributed.context_parallel import states_before
-
-CHUNK = 64  # tokens: products of 64 rows are large enough, and the work within chunks grows with it
 
 
 class ChunkedRule(NamedTuple):

@@ -74,9 +74,9 @@ class GatedDeltaNet(nn.Module):
         self.ranks, self.exchanges = factory.mesh.cp, factory.cp_mixer == "heads"
         p, r = self.sizes
         values = self.shared * r
-        parts = (("q", p), ("k", p), ("v", values), ("z", values))
-        parts += (("b", self.shared), ("a", self.shared))
-        members = Matrices(parts=parts, dim=1, heads=(0,))
+        parts = [("q", p), ("k", p), ("v", values), ("z", values)]
+        parts += [("b", self.shared), ("a", self.shared)]
+        members = Matrices(parts=tuple(parts), dim=1, heads=(0,))
         rows = sum(length for _, length in parts)
         self.inputs = ColumnLinear(
             factory, f"{name}.in", model.hidden, (self.key_heads, rows), 0, False, members
@@ -114,8 +114,8 @@ class GatedDeltaNet(nn.Module):
             return self.out(self._decode(u, weights, cache))
         if self.exchanges:
             u = exchange_heads(u, self.ranks)
-            share = self.ranks.shard
-            weights = HeadWeights(*map(share, weights[:3]), self.norm)
+            conv, a_log, dt_bias = map(self.ranks.shard, weights[:3])
+            weights = HeadWeights(conv, a_log, dt_bias, self.norm)
         if self.recompute and torch.is_grad_enabled():
             mixed = recompute(self._mix, u, weights, offsets)
         else:
