@@ -373,11 +373,11 @@ def _has_length(run: Config) -> bool:
 
 
 def _stand_ins(question: Question, layout: schema.Layout) -> list[str]:
-    """Return a line on the data and the length that `_command` chose, if the user gave none."""
+    """Return a line on what `_command` chose for the user, and on the release it is for."""
     run = question.config
     missing: list[str] = []
     if question.program:
-        missing += question.program.notes(run, layout)
+        missing += [question.program.release, *question.program.notes(run, layout)]
     elif run.data.data == ("synthetic",):
         missing.append("--data synthetic is random tokens: give the prefix of your corpus")
     if not _has_length(run) and not question.program:
