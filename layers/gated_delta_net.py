@@ -77,14 +77,17 @@ class GatedDeltaNet(nn.Module):
         parts = [("q", p), ("k", p), ("v", values), ("z", values)]
         parts += [("b", self.shared), ("a", self.shared)]
         members = Matrices(parts=tuple(parts), dim=1, heads=(0,))
-        rows = sum(length for _, length in parts)
+        self.rows = sum(length for _, length in parts)  # of a key head in the first matrix
+        self.channels = 2 * p + values  # of a key head in the convolution
+        self.taps = model.mixer_kernel
         self.inputs = ColumnLinear(
-            factory, f"{name}.in", model.hidden, (self.key_heads, rows), 0, False, members
+            factory, f"{name}.in", model.hidden, (self.key_heads, self.rows), 0, False, members
         )
         heads = model.mixer_value_heads
-        kernel = model.mixer_kernel
-        conv = (self.key_heads, 2 * p + values, kernel)
-        conv_std = factory.std and (3 * kernel) ** -0.5  # as of uniform numbers up to 1 / sqrt(k)
+        conv = (self.key_heads, self.channels, self.taps)
+        conv_std = (
+            factory.std and (3 * self.taps) ** -0.5
+        )  # as of uniform numbers up to 1 / sqrt(k)
         self.conv = factory.parameter(f"{name}.conv", conv, std=conv_std, dim=0, decay=True)
         self.a_log = factory.parameter(f"{name}.a_log", (heads,), std=factory.std and 1.0, dim=0)
         self.dt_bias = factory.parameter(
@@ -108,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         tokens for which this rank computes heads; None: a sample is one document. rotary: None.
         cache: has the state and the convolution's last inputs in decoding. tokens: see Block.
         """
-        u = self.inputs(x).unflatten(-1, (-1, self.inputs.weight.shape[1]))  # s b g rows
+        u = self.inputs(x).unflatten(-1, (-1, self.rows))  # s b g rows
         weights = HeadWeights(self.conv, self.a_log, self.dt_bias, self.norm)
         if cache is not None:
             return self.out(self._decode(u, weights, cache))
@@ -127,14 +130,14 @@ class GatedDeltaNet(nn.Module):
         ranks = Group() if self.exchanges else self.ranks
         u = to_segments(u, ranks)
         channels = self._channels(u)
-        before = tokens_before(channels, self.conv.shape[-1] - 1, ranks)
+        before = tokens_before(channels, self.taps - 1, ranks)
         mixed, _ = self._run(u, channels, before, weights, offsets, None, ranks)
         return from_segments(mixed, ranks)
 
     def _decode(self, u: Tensor, weights: HeadWeights, cache: KeyValueCache) -> Tensor:
         """Return the gated results of new tokens, (s, b, a r), and keep what later ones need."""
         channels = self._channels(u)
-        count = self.conv.shape[-1] - 1
+        count = self.taps - 1
         before, state = cache.states(self) or (channels.new_zeros(count, *channels.shape[1:]), None)
         mixed, state = self._run(u, channels, before, weights, None, state, Group())
         seen = torch.cat([before, channels])
@@ -143,7 +146,7 @@ class GatedDeltaNet(nn.Module):
 
     def _channels(self, u: Tensor) -> Tensor:
         """Return the inputs of the convolution, q, k and v of each key head: (s, b, channels)."""
-        return u[..., : self.conv.shape[1]].flatten(2)
+        return u[..., : self.channels].flatten(2)
 
     def _run(
         self,
