@@ -66,7 +66,7 @@ def whole_parameters(model: ModelShape) -> int:
 
 
 def core_flops(model: ModelShape) -> float:
-    """Forward FLOPs of a token between the mixer's two matrices, as layers/delta_rule.py has them.
+    """Forward FLOPs of a token between the mixer's matrices, in layers/linear_recurrence.py.
 
     Within a chunk of C tokens k k^T and q k^T of each key head, the solution of a triangular system
     for p + r columns of each value head, and the scores times what is written; with the state a

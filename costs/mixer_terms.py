@@ -4,9 +4,9 @@
     moved_numbers(job)     what its elementwise kernels read and write of a token
     kept_bytes(job, inner) what it keeps of a micro-batch for the backward pass
 
-They are those of the torch form (layers/delta_rule.py), which computes in fp32 or fp64. They have
-been compared with no measured row: the rates are those of fp32 products. A job here has a model
-whose blocks all have the mixer.
+They are those of the torch form (layers/linear_recurrence.py), which computes in fp32 or fp64. They
+have been compared with no measured row: the rates are those of fp32 products. A job here has a
+model whose blocks all have the mixer.
 """
 
 import numpy as np

@@ -21,8 +21,8 @@ first chunks in rank order, then the second chunks in reverse rank order, are in
 
     n = 2: rank 0 has chunks 0 3, rank 1 has chunks 1 2; first chunks 0 1, second 3 2, reversed 2 3
 
-A recurrence (layers/delta_rule.py) needs a sample's chunks in their order. The order above stays,
-since attention and recurrences are blocks of the same model and tokens would have to be sent
+A recurrence (layers/linear_recurrence.py) needs a sample's chunks in their order. The order above
+stays, since attention and recurrences are blocks of the same model and tokens would have to be sent
 between them: a rank's two chunks are two segments of the 2 cp in a row, as two samples of half the
 length (`to_segments`). What a segment does with a state is gathered (`states_before`), and all
 segments run at once: no rank waits for the one before it, so the order costs nothing.
@@ -209,7 +209,7 @@ def states_before(last: Tensor, values: int, group: Group) -> Tensor:
     """Return the state before each of this rank's segments: (2b, a, p, values).
 
     A segment changes a state S, which is zero at the begin of a sample, to B + A S. last: [B, A] of
-    this rank's segments, (2b, a, p, values + p).
+    this rank's segments, (2b, a, p, values + p), or with a diagonal A, (2b, a, p, values + 1).
     """
     every = _all_segments(last, group)  # 2n b a p values+p
     state = torch.zeros_like(every[0, ..., :values])
@@ -217,7 +217,8 @@ def states_before(last: Tensor, values: int, group: Group) -> Tensor:
     for columns in every:
         states.append(state)
         own, transition = columns.split([values, columns.shape[-1] - values], -1)
-        state = own + transition @ state
+        is_diagonal = transition.shape[-1] == 1
+        state = own + (transition * state if is_diagonal else transition @ state)
     return _own_segments(torch.stack(states), group)
 
 
