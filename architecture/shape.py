@@ -13,7 +13,7 @@ EXPERTS = Needs(("experts",), above=1)
 ROTARY = Needs(("positions",), ("rotary",))
 
 # Mixers of tokens that may be in the place of attention, and what their options need.
-MIXERS = ("gated_delta_net",)
+MIXERS = ("gated_delta_net", "kda", "mamba2", "short_conv")
 MIXER = Needs(("mixer",), MIXERS, is_key=True)
 
 # Activations of MLPs with a gate, which have two matrices that read the input.
@@ -222,6 +222,12 @@ class ModelShape:
         "tokens that the mixer's causal convolution sees, the token itself included",
         minimum=1,
         needs=MIXER,
+        file_only=True,
+    )
+    mixer_conv_bias: bool = option(
+        False,
+        "a bias of each channel of the mixer's convolution",
+        needs=Needs(("mixer",), ("mamba2", "short_conv"), is_key=True),
         file_only=True,
     )
     mixer_norm_eps: float = option(

@@ -158,10 +158,13 @@ def _check_mixer(model: ModelShape) -> None:
         return
     if not any(flags_of(model.mixer_blocks, model.layers)):
         raise UserError(f"mixer({model.mixer}) is of no block: mixer_blocks is none")
-    if model.mixer_value_heads % model.mixer_key_heads:
+    keys, values = model.mixer_key_heads, model.mixer_value_heads
+    both = f"mixer_key_heads({keys})", f"mixer_value_heads({values})"
+    if values % keys:
+        raise UserError(f"{both[0]} does not divide {both[1]}")
+    if model.mixer == "kda" and values != keys:
         raise UserError(
-            f"mixer_key_heads({model.mixer_key_heads}) does not divide "
-            f"mixer_value_heads({model.mixer_value_heads})"
+            f"mixer(kda) has as many key heads as value heads, not {' and '.join(both)}"
         )
 
 
@@ -169,13 +172,22 @@ def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tp, or cp with --cp-mixer heads, cannot divide the heads of a mixer."""
     if model.mixer == "attention":
         return
-    heads = model.mixer_key_heads
-    if heads % layout.tp:
-        raise UserError(f"tp({layout.tp}) does not divide mixer_key_heads({heads})")
-    if layout.cp_mixer == "heads" and heads % (layout.tp * layout.cp):
+    tp, heads, name = layout.tp, model.mixer_key_heads, "mixer_key_heads"
+    if model.mixer == "short_conv":
+        heads, name = model.hidden, "hidden"
+    if model.mixer == "mamba2":
+        if model.mixer_value_heads % tp:
+            raise UserError(
+                f"tp({tp}) does not divide mixer_value_heads({model.mixer_value_heads})"
+            )
+        if heads % tp and tp % heads:
+            raise UserError(f"tp({tp}) does not divide {name}({heads}), nor the other way round")
+    elif heads % tp:
+        raise UserError(f"tp({tp}) does not divide {name}({heads})")
+    if layout.cp_mixer == "heads" and heads % (tp * layout.cp):
         raise UserError(
-            f"--cp-mixer heads: tp({layout.tp}) * cp({layout.cp}) does not divide "
-            f"mixer_key_heads({heads}); --cp-mixer states takes any number"
+            f"--cp-mixer heads: tp({tp}) * cp({layout.cp}) does not divide {name}({heads}); "
+            "--cp-mixer states takes any number"
         )
 
 

@@ -288,9 +288,9 @@ def _pass_over_ranks(chunks: Chunks, samples: int, group: Group) -> tuple[Tensor
     """
     segments, keys = chunks.keys.shape[1], chunks.keys.shape[-1]
     values = chunks.writes.shape[-1]
-    options = {"dtype": chunks.keys.dtype, "device": chunks.keys.device}
     is_diagonal = chunks.reads is None
-    one = torch.ones(keys, 1, **options) if is_diagonal else torch.eye(keys, **options)
+    one = torch.ones(keys, 1) if is_diagonal else torch.eye(keys)
+    one = one.to(chunks.keys)
     columns = one.shape[-1]
     start = F.pad(one, (values, 0)).expand(segments, -1, -1)
     widened = chunks._replace(writes=F.pad(chunks.writes, (0, columns)))

@@ -20,9 +20,17 @@ from architecture.shape import ModelShape
 from data import Batch
 from distributed.context_parallel import to_segments
 from layers.gated_delta_net import GatedDeltaNet
+from layers.kimi_delta_attention import KimiDeltaAttention
+from layers.mamba2 import Mamba2
+from layers.short_conv import ShortConv
 from parallel import ParamFactory
 
-CLASSES: dict[str, Callable[..., nn.Module]] = {"gated_delta_net": GatedDeltaNet}
+CLASSES: dict[str, Callable[..., nn.Module]] = {
+    "gated_delta_net": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+    "mamba2": Mamba2,
+    "short_conv": ShortConv,
+}
 
 
 def document_offsets(batch: Batch | None, factory: ParamFactory) -> Tensor | None:

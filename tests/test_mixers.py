@@ -107,52 +107,60 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
 
-def rule_inputs(length: int, samples: int = 2) -> list[torch.Tensor]:
-    """q, k, v, decay and strength of 2 key heads and 6 value heads."""
+# Key heads of 6 value heads, decays of a token and head, whether what is written is a difference.
+RULES = {"gated delta rule": (2, 1, True), "kda": (6, 8, True), "mamba-2": (2, 1, False)}
+
+
+def rule_inputs(length: int, rule: str, samples: int = 2) -> list[torch.Tensor]:
+    """q, k, v, decay and strength."""
     generator = torch.Generator().manual_seed(length)
+    heads, decays, has_strength = RULES[rule]
     sizes = {"dtype": torch.float64, "generator": generator}
-    q, k = (unit(torch.randn(length, samples, 2, 8, **sizes)) for _ in range(2))
+    q, k = (unit(torch.randn(length, samples, heads, 8, **sizes)) for _ in range(2))
     v = torch.randn(length, samples, 6, 5, **sizes)
-    decay = -torch.rand(length, samples, 6, **sizes)
+    decay = -3 * torch.rand(length, samples, 6, decays, **sizes)
     strength = 2 * torch.rand(length, samples, 6, **sizes)
-    return [x.requires_grad_() for x in (q, k, v, decay, strength)]
+    inputs = [q, k, v, decay, *([strength] if has_strength else [])]
+    return [x.requires_grad_() for x in inputs]
 
 
-def token_by_token(inputs, offsets, state=None):
-    """The rule as its definition has it: one token after the other."""
-    q, k, v, decay, strength = inputs
-    q, k = (x.repeat_interleave(3, 2) for x in (q, k))
-    if state is None:
-        state = v.new_zeros(v.shape[1], 6, 8, 5)
+def token_by_token(q, k, v, decay, strength, offsets):
+    """The recurrence as its definition has it: one token after the other."""
+    q, k = (x.repeat_interleave(6 // x.shape[2], 2) for x in (q, k))
+    state = v.new_zeros(v.shape[1], 6, 8, 5)
     results = []
     for t in range(len(v)):
         if offsets is not None:
             state = state * (offsets[t] > 0)[:, None, None, None]
-        state = state * decay[t].exp()[..., None, None]
-        held = torch.einsum("bapr,bap->bar", state, k[t])
-        written = strength[t][..., None] * (v[t] - held)
+        state = state * decay[t].exp()[..., None]
+        written = v[t]
+        if strength is not None:
+            held = torch.einsum("bapr,bap->bar", state, k[t])
+            written = strength[t][..., None] * (v[t] - held)
         state = state + torch.einsum("bap,bar->bapr", k[t], written)
         results.append(torch.einsum("bapr,bap->bar", state, q[t]))
     return torch.stack(results), state
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [1, 5, 64, 65, 150])
 @pytest.mark.parametrize("cuts", [None, [0], [0, 1, 2, 3, 40, 63], [0, 62, 63, 64, 128]])
-def test_chunks_compute_what_the_recurrence_does(length, cuts):
-    inputs = rule_inputs(length)
+def test_chunks_compute_what_the_recurrence_does(rule, length, cuts):
+    inputs = rule_inputs(length, rule)
+    every = inputs if RULES[rule][2] else [*inputs, None]
     offsets = None if cuts is None else offsets_of([c for c in cuts if c < length], length)
-    found = linear_recurrence(*inputs, offsets, None, Group())
-    expected = token_by_token(inputs, offsets)
+    found = linear_recurrence(*every, offsets, None, Group())
+    expected = token_by_token(*every, offsets)
     weights = torch.randn(found[0].shape, dtype=torch.float64)
     for ours, theirs in zip(found, expected, strict=True):
-        assert_within(float((ours - theirs).abs().max()), 1e-12)
+        assert_within((ours - theirs).abs().max().item(), 1e-12)
     gradients = [
         torch.autograd.grad((results * weights).sum() + state.square().sum(), inputs)
         for results, state in (found, expected)
     ]
     for ours, theirs in zip(*gradients, strict=True):
-        scale = max(1.0, float(theirs.abs().max()))  # of one token the decay has no gradient
-        assert_within(float((ours - theirs).abs().max()) / scale, 1e-12)
+        scale = max(1.0, theirs.abs().max().item())  # of one token the decay has no gradient
+        assert_within((ours - theirs).abs().max().item() / scale, 1e-12)
 
 
 # ---- Documents and pieces ------------------------------------------------------------------------
