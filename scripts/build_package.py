@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from setuptools.command.build_py import build_py
-from setuptools.errors import SetupError
 
 PACKAGE = "trine"
 FACE = "scripts/library.py"
@@ -31,8 +30,9 @@ class BuildPackage(build_py):
 
     def run(self) -> None:
         """Build into the folder that the wheel is made of."""
-        if self.editable_mode:
-            raise SetupError("a clone runs as it is: `bash scripts/setup.sh`, without `pip -e`")
+        if self.editable_mode:  # the commands are the clone's programs; its modules stay flat
+            super().run()
+            return
         folder = Path(self.build_lib, PACKAGE)
         shutil.rmtree(folder, ignore_errors=True)  # an earlier build may have had other modules
         super().run()

@@ -155,3 +155,11 @@ def test_requirements_are_those_of_the_package_with_its_extras():
     extras = project["optional-dependencies"]
     listed = (ROOT / "requirements.txt").read_text().split()
     assert sorted(listed) == sorted(project["dependencies"] + extras["train"] + extras["plots"])
+
+
+def test_the_citation_has_the_version_and_templates_ask_for_the_check():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version} " in (ROOT / "CITATION.cff").read_text()
+    templates = [*(ROOT / ".github").glob("*.md"), *(ROOT / ".github").glob("ISSUE_TEMPLATE/*.md")]
+    assert len(templates) == 3
+    assert [path.name for path in templates if "check.py" not in path.read_text()] == []
