@@ -26,6 +26,7 @@ from distributed.early_end import StartWatch, ending_all_ranks
 watch = StartWatch()
 signals = None
 if __name__ == "__main__":
+    errors.begin_program()
     watch.begin()
 with ending_all_ranks(watch), errors.installed():
     from distributed.heap import share_heap

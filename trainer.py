@@ -275,7 +275,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
     """Build a run, do its steps, and write its last checkpoint; return whether no step is left."""
     with ExitStack() as cleanup:
         context.lock_folder(config.run.out)
-        config, precision_line, notes = _decide(config, context)
+        config, precision_line, notes = decide(config, context)
         preflight.introduce(config, context, precision_line)  # prints it, and checks the nodes
         config, chosen, lines = find_past(config, context)
         config = skip_earlier_spikes(config)
@@ -305,12 +305,14 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
     return finished
 
 
-def _decide(config: Config, context: Context) -> tuple[Config, str, list[str]]:
+def decide(config: Config, context: Context | None) -> tuple[Config, str, list[str]]:
     """Decide what the options leave open: layout, precision, schedule. Collective over all ranks.
 
-    Return the configuration, a line about the precision, and lines for the log.
+    Return the configuration, a line about the precision, and lines for the log. context: None for
+    a world of one rank on the CPU.
     """
-    layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
+    on_gpu = context is not None and context.device.type == "cuda"
+    layout = config.layout.automatic(config.model.seq_length, on_gpu)
     # `find_past` reads on rank 0 what was done before: other nodes may not see it yet.
     config = replace(config, layout=layout, past=Past())
     config, precision_line = precision.decide(config, context)

@@ -23,6 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from base import errors
+
+if __name__ == "__main__":
+    errors.begin_program()
+
 from base.errors import UserError
 from base.regular_files import read_regular
 from checkpointing import folders
