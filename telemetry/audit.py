@@ -40,6 +40,7 @@ from checkpointing.save import Checkpointer
 from checkpointing.state import Progress, checkpoints_folder
 from config.mesh_axes import coordinates
 from config.schema import Config
+from config.timeline import Timeline
 from data import Batch
 from distributed.collectives import MAX, Group
 from distributed.store import StoreExchange
@@ -148,6 +149,7 @@ class Audit:
         progress so far. last: the run's last step.
         """
         self.config: Config = state.config
+        self.timeline: Timeline = state.timeline
         self.factory: ParamFactory = state.factory
         self.optimizer: Optimizer = state.optimizer
         self.mesh = self.factory.mesh
@@ -178,7 +180,7 @@ class Audit:
         iteration = self.mesh.recorder.place[1]  # the step that begins
         if self._is_due(iteration):
             # The next audit takes the next replica; when all have had a turn, the next micro-batch.
-            count = self.config.micro_batches(self.config.batches.batch(consumed))
+            count = self.config.layout.micro_batches(self.timeline.batch_at(consumed))
             self.micro_batch = self._round(iteration) // self.mesh.dp.size % count
 
     def _is_due(self, iteration: int) -> bool:

@@ -120,7 +120,7 @@ class NumericsTrace:
         self.iteration = self.factory.mesh.recorder.place[1]  # the flight recorder counts the steps
         if self.iteration not in self.config.run.trace_numerics:
             return self.take_step(self.state, samples, consumed, lr)
-        batch = self.config.batches.batch(consumed)
+        batch = self.state.timeline.batch_at(consumed)
         self.bins = bins(batch, len(self.activations), len(self.parameters), len(self.kinds))
         real = self._table()
         perturbed = self._table()
@@ -304,7 +304,7 @@ class _Observer:
         self.trace = trace
         self.table = table
         self.mesh = trace.factory.mesh
-        self.batch = trace.config.batches.batch(consumed)
+        self.batch = trace.state.timeline.batch_at(consumed)
         length = trace.state.length
         positions = torch.arange(length, device=trace.factory.device)
         # The positions, in a sample, of the tokens that this rank has.

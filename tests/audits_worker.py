@@ -26,6 +26,7 @@ from base.errors import NodeError
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import buffer_sizes, validation
+from config.timeline import Timeline
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry.audit import Audit
@@ -52,7 +53,7 @@ class Audited:
             log = SimpleNamespace(context=context, note=lambda line: None)
             checkpoints = Checkpointer(*about)
             exchange = StoreExchange(context.store, context.rank, context.size, "audits")
-            last = self.config.total_steps
+            last = Timeline(self.config).total_steps
             self.audit = Audit(self.state, checkpoints, exchange, log, Progress(), last)
 
     def step(self) -> None:
@@ -60,7 +61,7 @@ class Audited:
         self.iteration += 1
         began = time.perf_counter()
         self.state.factory.mesh.recorder.begin_step(self.iteration)
-        consumed = self.config.batches.consumed(self.iteration - 1)
+        consumed = Timeline(self.config).batches.consumed(self.iteration - 1)
         trainer.step(self.state, self.samples, consumed, self.config.training.lr)
         self.seconds_of_steps += time.perf_counter() - began
 

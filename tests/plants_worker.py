@@ -21,6 +21,7 @@ from plants import Sites
 import data
 import trainer
 from config import buffer_sizes, validation
+from config.timeline import Timeline
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry import pass_times
@@ -42,13 +43,13 @@ def train(config, context: Context, prepare) -> dict:
         ).step
     rows = []
     lr = config.training.lr
-    for iteration in range(1, config.total_steps + 1):
-        consumed = config.batches.consumed(iteration - 1)
+    for iteration in range(1, Timeline(config).total_steps + 1):
+        consumed = Timeline(config).batches.consumed(iteration - 1)
         state.factory.mesh.recorder.begin_step(iteration)
         result = step(splits.train, consumed, lr)
         row = {"iteration": iteration, "loss": result.loss, "grad_norm": result.grad_norm}
         row |= {"learning_rate": lr}
-        samples = consumed + config.batches.batch(consumed)
+        samples = consumed + Timeline(config).batch_at(consumed)
         tokens = samples * config.model.seq_length
         row |= {"consumed_samples": samples, "consumed_tokens": tokens}
         row |= {"seconds": 1.0, "tokens_per_second": 1.0}

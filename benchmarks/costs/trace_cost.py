@@ -16,6 +16,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+from config.timeline import Timeline
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]  # the project's own modules
 
@@ -57,7 +59,7 @@ def seconds(shape: dict[str, int], pairs: int) -> list[float]:
         )
         for number in range(1, steps + 1):
             state.factory.mesh.recorder.begin_step(number)
-            step = partial(trace.step, samples, config.batches.consumed(number - 1), 1e-4)
+            step = partial(trace.step, samples, Timeline(config).batches.consumed(number - 1), 1e-4)
             before = time.process_time()
             step()
             times.append(time.process_time() - before)

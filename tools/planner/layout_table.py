@@ -20,6 +20,7 @@ from base.errors import UserError
 from config import schema
 from config.command_line import to_words
 from config.schema import Config
+from config.timeline import Timeline
 from costs import hardware, risk
 from costs.job import Job
 from costs.step_time import Prediction, at_other_network, predict
@@ -407,9 +408,7 @@ def _rampup(line: layouts.Ranked, question: Question) -> str:
 
     It is "fits", or the first batch size that does not fit, or "-" without a ramp-up.
     """
-    run = question.config
-    schedule = schema.batch_schedule(run.training, run.model.seq_length)
-    return layouts.rampup_verdict(line.layout, schedule)
+    return layouts.rampup_verdict(line.layout, Timeline(question.config).batches)
 
 
 def _risky_lines(
