@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from architecture.shape import ModelShape
-from base.options import option
+from base.options import Needs, option
 from config.past import Past
 from config.phases import PhasePlan
 from config.run_options import Data, Run, Training
@@ -43,6 +43,12 @@ class Layout:
         None,
         "expert-parallel ranks, a divisor of dp x cp x tp; default: 1",
         minimum=1,
+    )
+    cp_mixer: str = option(
+        "states",
+        "how cp ranks share mixers without attention: they pass states on, or exchange heads",
+        choices=("states", "heads"),
+        needs=Needs(("cp",), above=1),
     )
     sequence_parallel: bool = option(
         None,

@@ -21,7 +21,7 @@ from config import command_line, run_paths, validation
 from costs import memory
 from distributed.placement import threads_asked_for
 from scripts import plot_loss
-from tools.planner import picture
+from tools.report import picture
 
 ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py", "sample.py")
 SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
@@ -87,7 +87,7 @@ def test_an_output_that_cannot_be_written_is_a_sentence_and_no_reader_is_none():
 
 
 def test_closed_standard_streams_are_replaced_so_that_no_file_gets_their_numbers(tmp_path):
-    code = "import os; from config import errors; file = os.open('.', 0); print(file)"
+    code = "import os; from base import errors; file = os.open('.', 0); print(file)"
     show = f"{code}; os.write(3, str(file).encode())"
     with open(tmp_path / "out", "wb") as file:
         shell = ["bash", "-c", 'exec "$@" 3>&1 <&- >&- 2>&-', "bash", sys.executable, "-c", show]

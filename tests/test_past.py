@@ -407,4 +407,4 @@ def test_a_note_names_what_comes_from_the_checkpoint(corpora):
 
 def test_a_past_of_a_run_from_the_beginning_is_empty():
     assert first_start("--steps 3").past == Past()
-    assert first_start("--steps 3").ordered == (24,)
+    assert Timeline(first_start("--steps 3")).ordered == (24,)

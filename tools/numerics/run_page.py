@@ -25,8 +25,8 @@ from tools.numerics import page as screen
 from tools.numerics.chart import COLORS, DASHES, points_of
 from tools.numerics.checks import is_number, is_whole
 from tools.numerics.record import Record, read_steps
-from tools.planner import web_page
-from tools.planner.picture import LIGHT, SETTINGS, themed
+from tools.report import web_page
+from tools.report.picture import LIGHT, SETTINGS, themed
 
 MOST_SERIES = 12  # a panel has at most this many lines with names; the text says how many more
 MOST_MARKS = 100  # of a kind in a picture

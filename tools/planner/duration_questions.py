@@ -17,7 +17,8 @@ from config.timeline import Timeline
 from costs.job import Job
 from costs.step_time import predict
 from tools.planner import cost, layouts
-from tools.planner.layout_table import notes, ranked_lines, risk_of_fitting, where_it_fits
+from tools.planner.found_layouts import where_it_fits
+from tools.planner.layout_table import notes, ranked_lines, risk_of_fitting
 from tools.planner.questions import Answer, Question
 
 DAY = 86400.0
