@@ -17,6 +17,7 @@ from base.errors import UserError
 from config.command_line import parse, parse_request, to_words
 from config.schema import GROUPS, Config
 from config.spelling import preset
+from config.timeline import Timeline
 from config.validation import check, is_met
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
@@ -359,6 +360,6 @@ def test_the_run_files_are_runs(path):
     places = nodes or re.search(r"mpirun -n (\d+)", text)
     ranks = math.prod(map(int, places.groups()))
     run = check(parse(["--config", str(path)]), ranks)
-    tokens = run.total_samples * run.model.seq_length
+    tokens = Timeline(run).total_samples * run.model.seq_length
     said = re.search(r"# ([\d.]+) B tokens, ([\d,]+) steps", text)
-    assert (f"{tokens / 1e9:.1f}", f"{run.total_steps:,}") == said.groups()
+    assert (f"{tokens / 1e9:.1f}", f"{Timeline(run).total_steps:,}") == said.groups()
