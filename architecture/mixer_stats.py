@@ -152,7 +152,7 @@ def core_flops(model: ModelShape) -> float:
     size = min(CHUNK, model.seq_length)
     g, a = model.mixer_key_heads, model.mixer_value_heads
     p, r = model.mixer_key_size, model.mixer_value_size
-    products = size * g * p + a * (size * r + 2 * p * r)
+    products: float = size * g * p + a * (size * r + 2 * p * r)
     if model.mixer != "mamba2":
         products += size * g * p + a * (size / 2 * (p + r) + p * r)
     return 2.0 * products

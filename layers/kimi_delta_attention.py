@@ -1,4 +1,4 @@
-"""Kimi delta attention (KDA, arXiv 2510.26692): the gated delta rule with a decay of each key column.
+"""Kimi delta attention (KDA, arXiv 2510.26692): the delta rule with a decay of each key column.
 
     x (s, b, h) --in--> q | k | v, --causal convolution, SiLU--> heads of q, k (normalised), v
                         b: the strength of each head, sigmoid(b)
