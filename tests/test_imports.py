@@ -31,6 +31,7 @@ TOOLS = (
     ("tools.tuner", "tools.emulator", "tools.numerics"),
     ("tools.supervisor",),
     ("tools.planner",),
+    ("tools.report",),
 )
 ENGINE = (
     ("trainer",),
@@ -65,6 +66,7 @@ WITHOUT_TORCH = (
     "schedules",
     "watchdog",
     "tools.planner",
+    "tools.report",
     "tools.tuner",
     "tools.numerics",
     "tools.supervisor",

@@ -17,11 +17,11 @@ from ranks import ROOT
 from base import errors, paths
 from base.errors import UserError
 from base.paths import check_file
-from config import command_line, validation
+from config import command_line, run_paths, validation
 from costs import memory
 from distributed.placement import threads_asked_for
 from scripts import plot_loss
-from tools.planner import picture
+from tools.report import picture
 
 ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py", "sample.py")
 SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
@@ -175,10 +175,10 @@ def test_a_switch_may_be_in_a_folder_that_the_run_makes(tmp_path, flag):
     words = "--layers 4 --hidden 64 --heads 4 --vocab-size 100 --steps 1"
     for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
         given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(folder / "stop")]
-        paths.check_paths(command_line.parse(given))
+        run_paths.check_paths(command_line.parse(given))
     given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(tmp_path / "a-b" / "x")]
     with pytest.raises(UserError, match=f"{flag} .* can never appear: there is no folder .*a-b"):
-        paths.check_paths(command_line.parse(given))
+        run_paths.check_paths(command_line.parse(given))
 
 
 def test_only_what_certainly_does_not_fit_is_refused():

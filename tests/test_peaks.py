@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 import trainer
 from config import schema, validation
-from config.schema import BUCKET_ELEMENTS
+from config.buffer_sizes import BUCKET_ELEMENTS
 from distributed.collectives import Group
 from distributed.mesh import Mesh
 from optim.buckets import make_buckets
