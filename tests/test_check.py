@@ -17,6 +17,7 @@ import parallel
 from base.errors import UserError
 from benchmarks.faults.check_faults import asked, copy_of_code, judged
 from config import command_line, validation
+from config.command_line import parse
 from config.schema import EMA, Layout
 from distributed.context import start as start_context
 from distributed.launch import Launch
@@ -402,13 +403,24 @@ def test_thresholds_are_where_they_are_said_to_be():
         (["--random", "2", "--layout", "tp 2"], "give one of --random and --layout"),
         (["--random", "2", "--all"], "give one of --random and --all"),
         (["--random", "2", "--cuda"], "give one of --random and --cuda"),
-        (["--random", "2", "--heads=4", "--seed", "3"], "give it no --heads"),
-        (["--random", "2", "--config", "none.toml"], "give it no --config"),
+        (["--random", "2", "--tp=2", "--zero", "3"], "draws its layouts: give it no --tp, --zero"),
+        (["--random", "2", "--config", "none.toml"], "none.toml"),
+        (
+            ["--random", "2", "--optimizer", "sgd", "--muon-adamw-lr", "1"],
+            "--muon-adamw-lr 1.0 needs --optimizer muon",
+        ),
     ],
     ids=[
         *("layout", "misspelt", "ranks", "model", "file", "no layout's", "no layouts"),
         *("fewer runs", "none at once", "minutes", "layout and layouts", "layout and ranks"),
-        *("random layout", "random all", "random cuda", "random heads", "random file"),
+        *(
+            "random layout",
+            "random all",
+            "random cuda",
+            "random layout option",
+            "random file",
+            "random apart",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_before_torch(words, sentence):
@@ -431,6 +443,21 @@ def test_right_layouts_are_equal():
 
 
 @pytest.mark.slow
+def test_options_narrow_what_is_drawn():
+    """Each drawn run has the given options, and of the others those that go with them."""
+    words = ["--optimizer", "muon", "--set", "kv_lora_rank=12"]
+    given = {"optimizer": "muon", "kv_lora_rank": 12}
+    runs = [parse(drawn(f"narrow/{number}", words, given)) for number in range(6)]
+    assert {(run.training.optimizer, run.model.kv_lora_rank) for run in runs} == {("muon", 12)}
+    assert len({run.model.layers for run in runs}) > 1
+    assert len({run.training.muon_qkv for run in runs}) > 1  # drawn with an optimizer that is given
+
+
+def test_a_model_that_is_given_keeps_its_shape():
+    run = parse(drawn("1/1", ["--model", "llama-3-8b"], {"model": "llama-3-8b"}))
+    assert (run.model.layers, run.model.kv_heads) == (32, 8)
+
+
 def test_random_runs_are_those_of_one_rank():
     outcome = fork_one("check.py", "--random", "6", "--seed", "11", timeout=1200)
     assert outcome.status == 0, outcome.out + outcome.err

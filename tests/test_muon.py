@@ -486,7 +486,7 @@ def test_the_first_update_is_that_of_one_rank(tmp_path, precision, bound):
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
 def test_drawn_layouts_of_four_ranks_equal_one_rank(tmp_path, precision, bound):
-    """Three kinds of models; benchmarks/layouts/muon.py has 450 layouts of each precision."""
+    """Of three models; `check.py --random N --optimizer muon` draws others."""
     jobs = drawn_jobs(12, precision, 2, ranks=(4,), steps=3)
     first = 0 if precision == "fp64" else 3  # every fourth has another kind and another mode
     losses, weights = largest_differences(jobs[first::4], tmp_path)
