@@ -17,6 +17,7 @@ from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
 from base.options import Needs, as_typed
+from config.run_lengths import check_rate
 from config.run_options import Run, parse_eval_sets, parse_task_files
 from config.schema import ELEMENTWISE, Config, Layout, Training
 from config.stages import prefixes_of
@@ -560,6 +561,7 @@ def _check_length(config: Config) -> None:
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
     if training.lr_schedule != "constant" and training.final_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")
+    check_rate(config)
     if training.lr_schedule == "inverse-square-root" and not training.lr_warmup_samples:
         raise UserError(
             "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "

@@ -1,0 +1,143 @@
+"""The lengths that options give, each compared with what the run consumes. Pure arithmetic.
+
+    check_rate(config)        UserError for a schedule of the rate that can never be meant
+    notes(config, given)      lines on what begins or ends only after the run
+
+What a run consumes is `Config.total_samples`, and nothing else. A length beyond it is no mistake by
+itself: a run may be extended later, and then its schedule holds. It is one if no longer run would
+have a use for it, such as a decay that ends before the warm-up; but a run that is resumed has begun
+with its schedule, and goes on.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+from base.errors import UserError
+from config.learning_rate import rate_at
+from config.schema import Config
+
+# Options that count steps between two events, and what comes of one longer than the run.
+PERIODS = {
+    "eval_every": "the run is evaluated only when it ends",
+    "save_every": "a checkpoint is saved only when it ends",
+    "sample_every": "no text is sampled",
+    "audit_every": "nothing is audited",
+}
+
+
+def check_rate(config: Config) -> None:
+    """Raise UserError if the decay that the options give ends before it can begin."""
+    training = config.training
+    end = training.lr_decay_samples
+    if end is None or config.past.step:
+        return
+    warmup = training.lr_warmup_samples
+    fall = training.lr_wsd_decay_samples or 0
+    if warmup >= end:
+        raise UserError(
+            f"lr-warmup-samples({warmup}) is not below lr-decay-samples({end}), which is counted "
+            "from the run's begin: the rate would fall from its peak at once"
+        )
+    if warmup + fall > end:
+        raise UserError(
+            f"lr-warmup-samples({warmup}) + lr-wsd-decay-samples({fall}) = {warmup + fall} is more "
+            f"than lr-decay-samples({end}), which is counted from the run's begin"
+        )
+
+
+def notes(config: Config, given: Collection[str]) -> list[str]:
+    """Return a line for each length that the run's end comes before; [] if it has no end yet.
+
+    given: the names of options that flags or a file give.
+    """
+    # A contradiction of batch sizes and phases is reported by config/validation.py.
+    with contextlib.suppress(UserError):
+        if _has_end(config):
+            return [*_rate_notes(config), *_batch_notes(config), *_step_notes(config, given)]
+    return []
+
+
+def _has_end(config: Config) -> bool:
+    """Return whether the options say how long the run is."""
+    training = config.training
+    by_plan = config.plan is not None and config.plan.train_tokens is not None
+    return by_plan or training.steps is not None or training.train_samples is not None
+
+
+def _rate_notes(config: Config) -> Iterator[str]:
+    """Yield a line if the schedule of the rate does not fit into the run."""
+    training = config.training
+    # With --stages samples have several lengths, and those of the options have --seq-length tokens.
+    total = config.tokens_at(config.total_samples) // config.model.seq_length
+    run = f"the run's {total:,} samples"
+    warmup = training.lr_warmup_samples
+    name = f"the warm-up of {warmup:,} samples (--lr-warmup-samples)"
+    falls = training.lr_schedule in ("cosine", "linear", "wsd")
+    end = training.lr_decay_samples or total
+    fall = 0
+    if training.lr_schedule == "wsd":
+        fall = training.lr_wsd_decay_samples or end // 10
+    if warmup > total:
+        yield f"{name} is longer than {run}: {_last_rate(config)}"
+    elif warmup and falls and warmup >= end:
+        yield f"{name} leaves nothing of {end:,} samples to the decay: {_last_rate(config)}"
+    elif warmup + fall > end:
+        yield (
+            f"{name} and wsd's decay of {fall:,} (--lr-wsd-decay-samples) are longer than {end:,} "
+            f"samples: the decay begins at the warm-up's end; {_last_rate(config)}"
+        )
+    elif falls and end > total:
+        yield f"the decay ends at {end:,} samples (--lr-decay-samples), after {run}: " + (
+            _last_rate(config)
+        )
+
+
+def _last_rate(config: Config) -> str:
+    """Return the rate of the run's last step beside the peak."""
+    total = config.total_samples
+    batch = config.batches.batch(max(0, total - 1))
+    rate = rate_at(config, max(0, total - batch), 0, batch)
+    return f"the last rate is {rate:.3g} of --lr {config.training.lr:.3g}"
+
+
+def _batch_notes(config: Config) -> Iterator[str]:
+    """Yield a line for batch sizes, skipped samples and phases that the run does not reach."""
+    total = config.total_samples
+    run = f"the run's {total:,} samples"
+    if config.plan is None:
+        later = [(start, size) for start, size in config.batches.starts if start >= total > 0]
+        if later:
+            start, size = later[-1]
+            yield f"the batch of {size} begins at {start:,} samples, and {run} end before it"
+    for first, end in config.skipped:
+        if first >= total:
+            yield f"--skip-samples {first}:{end} begins after {run}"
+        elif first == 0 and end >= total:
+            yield f"--skip-samples {first}:{end} has all of {run}: no step trains"
+    ends = [stage.samples for stage in config.stages[1:]] + [total]
+    for stage, end in zip(config.stages, ends):
+        own = stage.stage
+        length = (min(end, total) - stage.samples) * stage.length
+        rate = (own.lr_warmup_tokens or 0) + (own.lr_wsd_decay_tokens or 0)
+        if stage.samples >= total:
+            both = f"{stage.tokens:,} tokens, and the run ends at {config.tokens_at(total):,}"
+            yield f"stage {stage.name} begins at {both}"
+        elif rate > length:
+            both = "lr_warmup_tokens and lr_wsd_decay_tokens"
+            yield f"{both} of stage {stage.name} are {rate:,} tokens, and it has {length:,}"
+
+
+def _step_notes(config: Config, given: Collection[str]) -> Iterator[str]:
+    """Yield a line for options that count steps, and more of them than the run has."""
+    steps = config.total_steps
+    values = vars(config.data) | vars(config.run)
+    for name, result in PERIODS.items():
+        if name in given and values[name] > steps:
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{flag} {values[name]} is more than the run's {steps:,} steps: {result}"
+    average = round(1 / (1 - config.training.ema))
+    if average > steps > 0:
+        yield (
+            f"--ema {config.training.ema:g} averages over about {average:,} steps, and the run "
+            f"has {steps:,}: the average is still near the first weights"
+        )
