@@ -51,6 +51,7 @@ MODELS = {
     },
 }
 TRAINED = {"optimizer": "muon", "precision": "fp64", "steps": 3, "lr": LR, "clip_grad": 0.0}
+OLD = "--layers 1 --hidden 16 --heads 2 --steps 8"  # the words of a run of before
 TRAINED |= {"weight_decay": DECAY, "lr_schedule": "constant", "muon_adamw_lr": 0.0}
 
 
@@ -142,7 +143,7 @@ def test_a_resumed_run_keeps_the_division_that_it_had():
     from config.inherited import Inherited, inherited
 
     saved = {"training": {"optimizer": "muon", "muon_qkv": "split", "steps": 4}, "data": {}}
-    words = [*"--layers 1 --hidden 16 --heads 2 --steps 8".split(), "--resume", "runs/old"]
+    words = ["--resume", "runs/old", *OLD.split()]
     past = Past(4, 32, (Start(0, 0, ((0, 8),)),))
 
     def resumed(given):
