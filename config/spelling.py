@@ -87,9 +87,9 @@ class Translation:
         if self.warmup_fraction is None or not has_end:
             return config, given
         length = config.training.lr_decay_samples or config.total_samples
-        warmup = {"lr_warmup_samples": round(self.warmup_fraction * length)}
-        training = dataclasses.replace(config.training, **warmup)
-        return dataclasses.replace(config, training=training), given | warmup
+        warmup = round(self.warmup_fraction * length)
+        training = dataclasses.replace(config.training, lr_warmup_samples=warmup)
+        return dataclasses.replace(config, training=training), given | {"lr_warmup_samples": warmup}
 
     def check_meaning(self, model: ModelShape, given: Collection[str]) -> None:
         """Note, or refuse, translated options that mean something else beside other options.
