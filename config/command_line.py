@@ -27,7 +27,7 @@ from base.cli import Parser, check_decoded, number, whole_number
 from base.errors import UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
-from config import phases
+from config import phases, run_lengths
 from config.inherited import Inherited
 from config.phases import PhasePlan
 from config.run_options import Run
@@ -182,6 +182,8 @@ def parse_request(
         plan, values = _with_plan(plan, values, given)
     config = build(values, lacks if plans else None, base)
     config = dataclasses.replace(config, past=taken.past, plan=plan)
+    if translation:  # a share of the run, whose length is known only now
+        config, given = translation.with_warmup(config, given)
     check_used(config, given)  # UserError if a given option has no effect
     if translation:
         translation.check_meaning(config.model, given)
@@ -193,6 +195,7 @@ def parse_request(
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     if taken.note:
         notes.append(taken.note)
+    notes += run_lengths.notes(config, given)
     # Notes may have texts of a model's or a checkpoint's files.
     shown = tuple(map(printable, notes))
     return Request(config, frozenset(given), shown, given.get("model"), taken)

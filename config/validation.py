@@ -18,6 +18,7 @@ from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
 from base.options import Needs, as_typed
 from config.phases import prefixes_of
+from config.run_lengths import check_rate
 from config.run_options import Run, parse_eval_sets, parse_task_files
 from config.schema import ELEMENTWISE, Config, Layout, Training
 from config.timeline import Timeline
@@ -610,6 +611,7 @@ def _check_length(timeline: Timeline) -> None:
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
     if training.lr_schedule != "constant" and training.final_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")
+    check_rate(config)
     if training.lr_schedule == "inverse-square-root" and not training.lr_warmup_samples:
         raise UserError(
             "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "

@@ -143,12 +143,14 @@ def build(config: "Config", context: "Context | None" = None) -> "TrainState":
 def steps(config: "Config") -> Iterator[tuple[int, float]]:
     """Yield (consumed, lr) for each step of a run: its first sample's number, its learning rate."""
     from config.learning_rate import rate_at
+    from config.timeline import Timeline
 
+    timeline = Timeline(config)
     consumed = 0
-    while consumed < config.total_samples:
-        batch = config.batches.batch(consumed)
-        if not config.passes_over(consumed, batch):
-            yield consumed, rate_at(config, consumed, 0, batch)
+    while consumed < timeline.total_samples:
+        batch = timeline.batch_at(consumed)
+        if not timeline.passes_over(consumed, batch):
+            yield consumed, rate_at(timeline, consumed, 0, batch)
         consumed += batch
 
 
