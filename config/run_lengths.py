@@ -5,8 +5,8 @@
 
 What a run consumes is `Timeline.total_samples`, and nothing else. A length beyond it is no mistake
 by itself: a run may be extended later, and then its schedule holds. It is one if no longer run
-would have a use for it, such as a decay that ends before the warm-up; but a run that is resumed has begun
-with its schedule, and goes on.
+would have a use for it, such as a decay that ends before the warm-up; but a run that is resumed has
+begun with its schedule, and goes on.
 """
 
 import contextlib
