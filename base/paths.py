@@ -36,6 +36,13 @@ def check_file(path: str | None) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
+def dead_link(path: str) -> str:
+    """Return that a path is a link to nothing, with its target; "" if it is no such link."""
+    if not os.path.islink(path) or os.path.exists(path):
+        return ""
+    return f"{path} is a link to {os.readlink(path)}, and nothing is there"
+
+
 def check_folder(flag: str, path: str) -> None:
     """Raise UserError if the folder `path` cannot be made, or if no file can be made in it.
 
@@ -45,6 +52,8 @@ def check_folder(flag: str, path: str) -> None:
     folder = os.path.abspath(path)
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
+    if there := dead_link(folder):
+        raise UserError(f"{flag} {path}: {there}")
     try:
         with tempfile.TemporaryFile(dir=folder), contextlib.suppress(FileNotFoundError):
             os.stat(path)  # OSError if a name is too long
@@ -78,6 +87,10 @@ def write_file(path: str | None, contents: str | bytes) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
+# Folders of a run that it makes in --out.
+MADE_BY_RUN = ("checkpoints", "tensorboard", "hang", "numerics", "after_save")
+
+
 def check_paths(config: Any) -> None:
     """Raise UserError if --out, --cache, a switch file or --resume cannot be used as given.
 
@@ -86,7 +99,8 @@ def check_paths(config: Any) -> None:
     it, which the run makes.
     """
     run = config.run
-    check_folder("--out", run.out)
+    for folder in (run.out, *(os.path.join(run.out, name) for name in MADE_BY_RUN)):
+        check_folder("--out", folder)
     # Whether the run reads token files: then it keeps orders of their samples in the cache.
     reads = config.data.data != ("synthetic",) or config.data.eval_data
     if config.data.cache_folder and reads:
@@ -107,4 +121,5 @@ def check_paths(config: Any) -> None:
             "--record-routing and --pin-routing: a run writes the file or takes from it"
         )
     if run.resume not in (None, "auto") and not os.path.isdir(run.resume):
-        raise UserError(f"--resume {run.resume}: there is no such folder")
+        why = dead_link(os.path.normpath(run.resume)) or "there is no such folder"
+        raise UserError(f"--resume {run.resume}: {why}")
