@@ -6,6 +6,7 @@ examples        values of an option that its declaration allows, for tests and r
 command_line    flags and TOML to a `Config`, with what was given
 past            what a resumed run has done before: total samples and steps
 stages          the stages of a run, and where each begins
+run_lengths     lengths that options give, compared with what the run consumes
 learning_rate   the rate of every step
 branches        a branch of a stable run in which the rate falls
 inherited       the options that a resumed run takes from its checkpoint
