@@ -67,7 +67,7 @@ def _has_end(config: Config) -> bool:
 def _rate_notes(config: Config) -> Iterator[str]:
     """Yield a line if the schedule of the rate does not fit into the run."""
     training = config.training
-    # With --stages samples have several lengths, and those of the options have --seq-length tokens.
+    # With --phases samples have several lengths, and those of the options have --seq-length tokens.
     total = config.tokens_at(config.total_samples) // config.model.seq_length
     run = f"the run's {total:,} samples"
     warmup = training.lr_warmup_samples
@@ -114,17 +114,17 @@ def _batch_notes(config: Config) -> Iterator[str]:
             yield f"--skip-samples {first}:{end} begins after {run}"
         elif first == 0 and end >= total:
             yield f"--skip-samples {first}:{end} has all of {run}: no step trains"
-    ends = [stage.samples for stage in config.stages[1:]] + [total]
-    for stage, end in zip(config.stages, ends):
-        own = stage.stage
-        length = (min(end, total) - stage.samples) * stage.length
+    ends = [phase.samples for phase in config.phases[1:]] + [total]
+    for phase, end in zip(config.phases, ends):
+        own = phase.settings
+        length = (min(end, total) - phase.samples) * phase.length
         rate = (own.lr_warmup_tokens or 0) + (own.lr_wsd_decay_tokens or 0)
-        if stage.samples >= total:
-            both = f"{stage.tokens:,} tokens, and the run ends at {config.tokens_at(total):,}"
-            yield f"stage {stage.name} begins at {both}"
+        if phase.samples >= total:
+            both = f"{phase.tokens:,} tokens, and the run ends at {config.tokens_at(total):,}"
+            yield f"phase {phase.name} begins at {both}"
         elif rate > length:
             both = "lr_warmup_tokens and lr_wsd_decay_tokens"
-            yield f"{both} of stage {stage.name} are {rate:,} tokens, and it has {length:,}"
+            yield f"{both} of phase {phase.name} are {rate:,} tokens, and it has {length:,}"
 
 
 def _step_notes(config: Config, given: Collection[str]) -> Iterator[str]:

@@ -6,9 +6,10 @@ import re
 import pytest
 
 from base.errors import UserError
-from base.paths import check_folder, check_paths, dead_link
+from base.paths import check_folder, dead_link
 from checkpointing import folders
 from config.command_line import parse
+from config.run_paths import check_paths
 from tools.supervisor.command import run_options
 
 BASE = "--layers 1 --hidden 16 --heads 2 --steps 1"
