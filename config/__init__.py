@@ -9,6 +9,7 @@ command_line    flags and TOML to a `Config`, with what was given
 timeline        when a run does what: batch, length and phase of a sample, its steps, its end
 past            what a resumed run has done before: total samples and steps
 phases          the phases of a run, and where each begins
+run_lengths     lengths that options give, compared with what the run consumes
 learning_rate   the rate of every step
 branches        a branch of a stable run in which the rate falls
 inherited       the options that a resumed run takes from its checkpoint

@@ -45,13 +45,13 @@ def test_a_share_counts_the_samples_of_the_run(words):
     assert "lr_warmup_samples" in found.given
 
 
-def test_a_share_counts_stages(tmp_path):
-    path = tmp_path / "stages.toml"
+def test_a_share_counts_phases(tmp_path):
+    path = tmp_path / "phases.toml"
     path.write_text(
-        'train_tokens = 6400\n[[stage]]\nname = "a"\nfrom_tokens = 0\nglobal_batch_size = 4\n'
-        '[[stage]]\nname = "b"\nfrom_tokens = 3200\nglobal_batch_size = 8\n'
+        'train_tokens = 6400\n[[phase]]\nname = "a"\nfrom_tokens = 0\nglobal_batch_size = 4\n'
+        '[[phase]]\nname = "b"\nfrom_tokens = 3200\nglobal_batch_size = 8\n'
     )
-    found = request(f"--stages {path} --lr-warmup-fraction 0.1")
+    found = request(f"--phases {path} --lr-warmup-fraction 0.1")
     assert found.config.total_samples == 200 + 25 * 8
     assert found.config.training.lr_warmup_samples == 40
 
@@ -87,16 +87,16 @@ def test_a_batch_that_the_schedule_never_reaches_is_named():
     assert note == "the batch of 8 begins at 62 samples, and the run's 20 samples end before it"
 
 
-def test_stages_that_the_run_does_not_reach_or_whose_rate_does_not_fit(tmp_path):
-    path = tmp_path / "stages.toml"
+def test_phases_that_the_run_does_not_reach_or_whose_rate_does_not_fit(tmp_path):
+    path = tmp_path / "phases.toml"
     path.write_text(
-        '[[stage]]\nname = "a"\nfrom_tokens = 0\nlr_warmup_tokens = 400\nlr_schedule = "constant"\n'
-        '[[stage]]\nname = "b"\nfrom_tokens = 3200\n'
+        '[[phase]]\nname = "a"\nfrom_tokens = 0\nlr_warmup_tokens = 400\nlr_schedule = "constant"\n'
+        '[[phase]]\nname = "b"\nfrom_tokens = 3200\n'
     )
-    notes = long_notes(f"--stages {path} --global-batch-size 4 --steps 5")
+    notes = long_notes(f"--phases {path} --global-batch-size 4 --steps 5")
     assert notes == [
-        "lr_warmup_tokens and lr_wsd_decay_tokens of stage a are 400 tokens, and it has 320",
-        "stage b begins at 3,200 tokens, and the run ends at 320",
+        "lr_warmup_tokens and lr_wsd_decay_tokens of phase a are 400 tokens, and it has 320",
+        "phase b begins at 3,200 tokens, and the run ends at 320",
     ]
 
 
