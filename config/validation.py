@@ -174,6 +174,8 @@ def _check_mixer(model: ModelShape) -> None:
 def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tp, or cp with --cp-mixer heads, cannot divide the heads of a mixer."""
     if model.mixer == "attention":
+        if layout.cp_mixer == "heads":
+            raise UserError("--cp-mixer heads is of blocks with a mixer, but mixer is attention")
         return
     tp, heads, name = layout.tp, model.mixer_key_heads, "mixer_key_heads"
     if model.mixer == "short_conv":

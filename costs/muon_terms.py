@@ -32,10 +32,11 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     if model.is_latent:
         found = _latent_matrices(model, mode)
         return found + _mlp_matrices(model)
+    of_heads = 1 + model.attention_gate  # matrices of query heads: of queries and of gates
     rows = {
-        "joint": [(1, (model.heads + 2 * model.kv_heads) * d)],
-        "head": [(model.heads + 2 * model.kv_heads, d)],
-    }.get(mode, [(1, model.heads * d), (2, model.kv_heads * d)])
+        "joint": [(1, (of_heads * model.heads + 2 * model.kv_heads) * d)],
+        "head": [(of_heads * model.heads + 2 * model.kv_heads, d)],
+    }.get(mode, [(of_heads, model.heads * d), (2, model.kv_heads * d)])
     found = [(count, size, h) for count, size in rows]
     found.append((1, h, model.heads * d))  # attention's output matrix
     return found + _mlp_matrices(model)

@@ -142,7 +142,6 @@ def bamba():
             mamba_n_groups=2,
             mamba_expand=1,
             mamba_chunk_size=64,
-            layer_types=["mamba"],
             num_hidden_layers=1,
         )
     )
