@@ -17,7 +17,7 @@ from architecture import dispatch
 from base.errors import UserError
 from checkpointing import state, writer
 from distributed import collectives
-from layers import loss
+from layers import linear_recurrence, loss
 from optim import muon
 from telemetry import replica_check
 
@@ -30,6 +30,8 @@ SMALL: dict[tuple[ModuleType, str], Any] = {
     (dispatch, "LEAST_SPARED"): 0.0,
     (collectives, "SHORT_BYTES"): 2**12,
     (collectives, "EXCHANGE_BYTES"): 2**14,
+    (linear_recurrence, "BLOCK"): 3,
+    (linear_recurrence, "CHUNK"): 5,
     (loss, "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
     (muon, "BATCH_ELEMENTS"): 4000,
     (parallel, "DRAWN_ON_CPU"): 1000,
