@@ -367,9 +367,9 @@ def declared() -> list[str]:
 def test_every_folder_is_installed_and_every_command_has_its_program():
     with open(ROOT / "pyproject.toml", "rb") as file:
         packages = tomllib.load(file)["tool"]["setuptools"]["packages"]
-    paths = [*ROOT.glob("*/*.py"), *ROOT.glob("tools/*/*.py")]
-    folders = {".".join(path.relative_to(ROOT).parts[:-1]) for path in paths} | {"hardware"}
-    folders = {name for name in folders if name.split(".")[0] not in ("tests", "benchmarks")}
+    found = {path.parent for path in [*ROOT.glob("*/*.py"), *ROOT.glob("tools/*/*.py")]}
+    folders = {".".join(folder.relative_to(ROOT).parts) for folder in found}
+    folders = folders - {"tests", "benchmarks"} | {"hardware", "scripts"}
     assert sorted(packages) == sorted(["trine", *(f"trine.{name}" for name in folders)])
     for name in declared():
         stem = name.removeprefix(console.PREFIX).replace("-", "_")
