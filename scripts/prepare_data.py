@@ -41,10 +41,12 @@ with errors.installed():
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
         BY_STDIN,
+        HIDDEN,
         LINES,
         SHOWN,
         TOKENS,
         check_lines,
+        check_order_of_rows,
         kind_of,
         not_known,
         open_file,
@@ -69,7 +71,7 @@ LIMITS = {
     "shuffle_seed": (0, 2**32 - 1),
 }
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-RULE = 3  # version of what this program does: it does not go on from what another one has left
+RULE = 4  # version of what this program does: it does not go on from what another one has left
 
 
 def find_files(
@@ -97,6 +99,7 @@ def find_files(
             if kind is None:
                 raise not_known(path)
             open_file(path, BY_STDIN if kind in LINES else "").close()
+            check_order_of_rows(path)
             if kind == ".json":
                 check_lines(path)
             found.add(without_links(path, as_text))
@@ -181,8 +184,7 @@ def main(arguments: list[str]) -> None:
     unknown = Counter[str]()
     paths = find_files(options.paths, options.stdlib, unknown, options.as_text, options.json_key)
     if unknown:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unknown.items()))
-        print(printable(f"not read, because their kind is not known: {kinds}"), flush=True)
+        print(printable(_not_read(unknown)), flush=True)
     job = PartialJob(options.out, _facts(options, paths))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -204,6 +206,17 @@ def main(arguments: list[str]) -> None:
         job.close()
     summary, _, advice = job.state["summary"].partition("\n")
     print(f"{summary}; {time.perf_counter() - began:.1f} s\n{advice}")
+
+
+def _not_read(unknown: Counter[str]) -> str:
+    """Return a line on the files of folders that are left out; unknown: see `walk`."""
+    counts = [f"{count} {name}" for name, count in sorted(unknown.items()) if name != HIDDEN]
+    lines = []
+    if counts:
+        lines.append(f"not read, because their kind is not known: {', '.join(counts)}")
+    if unknown[HIDDEN]:
+        lines.append(f"not read, because their names begin with a dot: {unknown[HIDDEN]} files")
+    return "\n".join(lines)
 
 
 def _facts(options: argparse.Namespace, paths: list[Path]) -> dict:
