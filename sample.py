@@ -313,6 +313,8 @@ def run(task: SampleTask, context: Context) -> Iterator[str]:
     if context.rank == 0:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
+        for note in task.text.notes_on(task.options.prompt or (), "prompts") if task.text else ():
+            print(printable(f"note: {note}"), file=sys.stderr, flush=True)
     if task.text is not None:
         options = task.options
         how = SamplingParams(options.temperature, options.top_p, options.seed)

@@ -41,7 +41,7 @@ with ending_all_ranks(watch), errors.installed():
 
     import psutil
 
-    from base.errors import UserError, exit_with
+    from base.errors import UserError, exit_with, printable
     from base.paths import check_paths
     from config.command_line import parse_request
     from config.inherited import Inherited
@@ -148,10 +148,12 @@ def check_data(config: Config) -> None:
         prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
         for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)
-    text.prompts_of_run(config)
-    note = text.unused_rows(config)
-    if note:
-        print(f"note: {note}", file=sys.stderr, flush=True)
+    encoder, _ = text.prompts_of_run(config)
+    notes = encoder.notes_on(config.run.sample_prompt or (), "prompts")
+    if note := text.unused_rows(config):
+        notes.append(note)
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from base.errors import UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
 from config import stages
+from config.corpus_record import with_end_token
 from config.inherited import Inherited
 from config.run_options import Run
 from config.schema import GROUPS, Config, all_options
@@ -182,12 +183,14 @@ def parse_request(
         plan, values = _with_plan(plan, values, given)
     config = build(values, lacks if plans else None, base)
     config = dataclasses.replace(config, past=taken.past, plan=plan)
+    config, notes_on_corpora = with_end_token(config)
     check_used(config, given)  # UserError if a given option has no effect
     if translation:
         translation.check_meaning(config.model, given)
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
     notes += _note_on_model(given.get("model", ""))
+    notes += notes_on_corpora
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")

@@ -285,6 +285,8 @@ def encode_tasks(files: Sequence[TaskFile], text: Text, length: int) -> TaskSet:
         if cut:
             note += f"; {cut:,} texts lose the beginning of their context, seq-length is {length}"
         found.notes.append(note)
+        texts_of_file = [part for choices in read for pair in choices.pairs for part in pair]
+        found.notes.extend(text.notes_on(texts_of_file, f"texts of the task {file.name}"))
     return found
 
 

@@ -10,12 +10,13 @@ prompt is reported before that import.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
 from base.cli import check_decoded
 from base.errors import UserError
+from config.corpus_record import form_of
 from config.schema import Config
 from corpora.blends import parse_blend
 from corpora.encoder import Encoder
@@ -44,10 +45,11 @@ class Text:
     ends: all ids with which a text may end, also those of a chat's answer.
     """
 
-    def __init__(self, path: str | None, vocab_size: int):
+    def __init__(self, path: str | None, vocab_size: int, special_tokens: str | None = None):
         """Load the tokenizer.json at `path`; None: without a tokenizer.
 
-        Raise UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
+        special_tokens: what their names in texts become; None: what the files beside it say. Raise
+        UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
         """
         self.path = path
         self.vocab_size = vocab_size
@@ -60,7 +62,8 @@ class Text:
         size = tokenizer.get_vocab_size()
         if size > vocab_size:
             raise UserError(f"{path} has {size} tokens, the model {vocab_size}")
-        self.encoder = Encoder(tokenizer, read_settings(path), path)
+        settings = read_settings(path)
+        self.encoder = Encoder(tokenizer, settings, path, special_tokens=special_tokens)
         self.end = self.encoder.end
         self.ends = self.encoder.ends
 
@@ -77,7 +80,7 @@ class Text:
         """
         check_decoded(flag, prompt)  # refuses bytes that are no text
         if self.encoder is not None:
-            ids = self.encoder.prompt(prompt)
+            (ids,) = self.encoder.prompts([prompt])
             if not ids:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
             return self._checked(ids, flag)
@@ -90,6 +93,10 @@ class Text:
                 f"give {other_way}token ids such as '17 4 250'"
             )
         return self._checked(listed, flag)
+
+    def notes_on(self, texts: Sequence[str], what: str) -> list[str]:
+        """Return lines on the special tokens that texts name. what: the texts, as "prompts"."""
+        return [] if self.encoder is None else self.encoder.notes_on(texts, what)
 
     def numbers(self, text: str) -> list[int] | None:
         """Return the token ids that a text lists, such as "17 4 250"; None if it lists none."""
@@ -125,7 +132,9 @@ def prefixes_of(data: tuple) -> list[str]:
 
 def text_of_run(config: Config) -> Text:
     """Return the encoder of a run's corpus; without one, texts are numbers. Raise UserError."""
-    return Text(find_tokenizer([], prefixes_of(config.data.data)), config.model.vocab_size)
+    prefixes = prefixes_of(config.data.data)
+    path = find_tokenizer([], prefixes)
+    return Text(path, config.model.vocab_size, form_of(prefixes) if path else None)
 
 
 def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:

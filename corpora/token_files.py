@@ -386,7 +386,7 @@ def checksums_of(prefix: str, source: str | None = None) -> bytes:
 class IndexedDatasetWriter:
     """Writes a .bin/.idx pair document by document, with the same bytes as Megatron's builder.
 
-    tokens: the number of tokens written so far.
+    tokens: the number of tokens written so far. largest_id: the largest of them.
 
         with IndexedDatasetWriter("data/books", vocab_size=50257) as writer:
             writer.add_document(tokens)                   # or several sequences of one document
@@ -399,6 +399,7 @@ class IndexedDatasetWriter:
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.tokens = 0  # the number of tokens written so far
+        self.largest_id = 0  # of these tokens
         self.token_type = token_type_of(vocab_size)
         self._lengths = array.array("i")  # the tokens of each sequence
         # The first sequence of each document, and at the end the first of the next document.
@@ -447,6 +448,7 @@ class IndexedDatasetWriter:
             self._file.write(ids.astype(self.token_type).tobytes())
             self._lengths.append(len(ids))
             self.tokens += len(ids)
+            self.largest_id = max(self.largest_id, int(ids.max(initial=0)))
         self._documents.append(len(self._lengths))
 
     def _finish(self) -> None:

@@ -21,6 +21,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,7 @@ with errors.installed():
 
     from base.cli import Parser
     from base.errors import UserError
+    from config.corpus_record import IDS
     from corpora.chat_environment import MARKS_ANSWERS
     from corpora.chat_templates import ChatTemplate
     from corpora.encoder import END, Encoder
@@ -236,7 +238,7 @@ def write(options: argparse.Namespace) -> str:
     settings = chat_settings(options.tokenizer)
     plain, for_tools = load_template(options, settings)
     end = end_of_documents(options.tokenizer, options.end_token, settings, plain)
-    encoder = load_encoder(options.tokenizer, end)
+    encoder = load_encoder(options.tokenizer, end, IDS)
     names = (options.out, options.out + ANSWERS)
     counts = Counts(encoder, settings)
     target = os.path.dirname(options.out) or "."
@@ -263,9 +265,10 @@ def write(options: argparse.Namespace) -> str:
                     Path(name + suffix).unlink(missing_ok=True)
             encoder.tokenizer.save(options.out + ".tokenizer.json")
             used = {"default": plain} | ({"tool_use": for_tools} if for_tools else {})
-            kept = Settings("", used, settings.tokens)
-            about = options.out + ".tokenizer_config.json"
-            write_settings(about, kept, counts.begin_tokens(), str(encoder.end_token))
+            begin = tuple(counts.begin_tokens())
+            record = replace(encoder.record, begin=begin, largest_id=writer.largest_id)
+            kept = Settings("", used, settings.tokens, record)
+            write_settings(options.out + ".tokenizer_config.json", kept)
     finally:
         lines.close()
         for each in templates:

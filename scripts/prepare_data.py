@@ -26,6 +26,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
@@ -38,6 +39,7 @@ with errors.installed():
 
     from base.cli import Parser
     from base.errors import UserError, printable
+    from config.corpus_record import IDS, TEXT, CorpusRecord
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
         BY_STDIN,
@@ -150,6 +152,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", metavar="NAME", help="use this tokenizer: a file, a folder, ...")
     add("--tokenizer-mb", type=float, default=100, metavar="MB", help="MB to train it on (100)")
     add("--end-token", help="end-of-document token (the tokenizer's, or <|endoftext|>)")
+    forms = {"choices": (TEXT, IDS), "default": TEXT}
+    add("--special-tokens", **forms, help="what their names in texts become (text)")
     text = "also read files with this ending, such as .c or .1, each as one document"
     add("--as-text", action="append", default=[], metavar="SUFFIX", help=text)
     add("--json-key", default="text", help="key of the text in .jsonl lines (text)")
@@ -241,23 +245,24 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
     vocab_size = check_tokens(paths, options)
     source = None
     encoder = None
+    settings = Settings("")
     if options.tokenizer:
-        source = Source(options.tokenizer, options.end_token)
+        source = Source(options.tokenizer, options.end_token, options.special_tokens)
         encoder = load_encoder(*source)
         vocab_size = encoder.vocab_size
         encoder.tokenizer.save(job.partial("tokenizer.json"))
-        _note_documents(job, settings_of(options.tokenizer), encoder)
+        settings = settings_of(options.tokenizer)
     copy_documents(job, paths, options, vocab_size)
     documents = Documents(job, options.shuffle_seed)
     try:
         if source is None and not documents.are_tokens:
-            source = Source(job.partial("tokenizer.json"), options.end_token)
+            new = job.partial("tokenizer.json")
+            source = Source(new, options.end_token, options.special_tokens)
             if not job.state.get("trained"):
                 train_tokenizer(documents, options).save(source.name)
                 job.save(trained=True)
             encoder = load_encoder(*source)
             vocab_size = encoder.vocab_size
-            _note_documents(job, Settings(""), encoder)
         pair = encode(job, documents, source, encoder, vocab_size, options.processes)
     finally:
         documents.close()
@@ -266,13 +271,10 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
         lines = [f"{place} {reason}\n" for place, reason in bad.items()]
         path = Path(job.partial("bad.txt"))
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    pair.finish(_summary(options, pair, documents, vocab_size))
-
-
-def _note_documents(job: PartialJob, settings: Settings, encoder: Encoder) -> None:
-    """Write how documents begin and end, by which prompts will begin too."""
-    path = job.partial("tokenizer_config.json")
-    write_settings(path, settings, encoder.begin_tokens(), str(encoder.end_token))
+    record = encoder.record if encoder else CorpusRecord()
+    record = replace(record, largest_id=pair.largest)
+    write_settings(job.partial("tokenizer_config.json"), replace(settings, documents=record))
+    pair.finish(_summary(options, pair, documents, vocab_size, record))
 
 
 def check_tokens(paths: list[Path], options: argparse.Namespace) -> int:
@@ -295,12 +297,12 @@ def encode(
     processes: int,
 ) -> PartialPair:
     """Write every document; UserError if there is none."""
-    pair = PartialPair(job, vocab_size)
+    pair = PartialPair(job, vocab_size, encoder and encoder.end_token)
     try:
         progress = ByteProgress("encoding", documents.bytes, documents.bytes_before(pair.next))
         every = chunks(documents.pieces(encoder, pair.next))
-        for chunk, (tokens, counts) in encode_all(every, source, processes):
-            pair.add(chunk, tokens, counts)
+        for chunk, encoded in encode_all(every, source, processes):
+            pair.add(chunk, encoded)
             progress.advance(chunk.size)
         pair.save()
     finally:
@@ -313,9 +315,13 @@ def encode(
 
 
 def _summary(
-    options: argparse.Namespace, pair: PartialPair, documents: Documents, vocab_size: int
+    options: argparse.Namespace,
+    pair: PartialPair,
+    documents: Documents,
+    vocab_size: int,
+    record: CorpusRecord,
 ) -> str:
-    """Return two lines: what was made, and how to train with it."""
+    """Return lines: what was made, which special tokens texts name, and how to train with it."""
     copied = pair.job.state["copied"]
     made = f"{options.out}: {pair.documents:,} documents, {pair.tokens:,} tokens"
     if documents.text_bytes:
@@ -325,7 +331,12 @@ def _summary(
         made += f", {len(copied['bad'])} bad ({options.out}.bad.txt)"
     if pair.forced:
         made += f"; {pair.forced} cuts of long documents where a token may differ"
-    return f"{made}\ntrain with: --data {shlex.quote(options.out)} --vocab-size {vocab_size}"
+    form = record.special_tokens
+    other = f"; --special-tokens {IDS} makes them tokens" if form == TEXT else ""
+    lines = pair.named.lines(f"of {pair.documents:,} documents", record.end, form, other)
+    lines = [printable(line) for line in lines]
+    train = f"train with: --data {shlex.quote(options.out)} --vocab-size {vocab_size}"
+    return "\n".join([made, *lines, train])
 
 
 if __name__ == "__main__":
