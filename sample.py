@@ -35,16 +35,20 @@ with errors.installed():
     from base.cli import Parser
     from base.errors import UserError, exit_with, printable
     from base.paths import check_file, write_file
-    from checkpointing import folders, model_record
+    from checkpointing import folders, model_record, resumed
     from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
-    from config.run_options import parse_task_files
+    from config.command_line import add_options
+    from config.corpus_record import with_end_token
+    from config.inherited import OBJECTIVE, Inherited, of_samples
+    from config.run_options import parse_eval_sets, parse_task_files
     from config.schema import Config
     from corpora import sample_order
     from corpora.chat_templates import ChatTemplate
     from corpora.conversation import END_OF_INPUT, Conversation, Lines
     from corpora.tasks import TaskSet, encode_tasks, results
-    from corpora.text import Text, find_tokenizer
+    from corpora.text import Text, check_ids, find_tokenizer
+    from corpora.token_files import note_on_answers
     from corpora.tokenizer_files import read_settings, read_template
     from distributed.context import Context, prepare, start
     from distributed.early_end import StartWatch, ending_all_ranks
@@ -78,14 +82,16 @@ class SampleTask:
     """A checked command line: the checkpoint, the options, and token ids of the prompts, if any.
 
     folder: the folder of the checkpoint. config: the configuration of the model and its layout.
-    text: encodes the prompts and decodes the samples; None with --eval-data. count: the largest
-    number of new tokens for each prompt or answer. ends: the ids that end a text. talk: the
-    conversation of --chat; limit: the most tokens that it may have. tasks: those of --eval-tasks.
+    notes: lines on what it takes from the checkpoint, and on corpora and prompts. text: encodes the
+    prompts and decodes the samples; None with --eval-data. count: the largest number of new tokens
+    for each prompt or answer. ends: the ids that end a text. talk: the conversation of --chat;
+    limit: the most tokens that it may have. tasks: those of --eval-tasks.
     """
 
     folder: str
     options: argparse.Namespace
     config: Config
+    notes: tuple[str, ...] = ()
     text: Text | None = None
     prompts: tuple[list[int], ...] = ()
     count: int = 0
@@ -130,14 +136,15 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> SampleTask:
     with Index(folder) as index:
         index.weights_kind(options.ema)  # refuses here, before ranks meet
         model = make_model(index.attributes("model"), index.path)
-        run_options = json.loads(str(index.attributes("run")["config"]))
+        run_options = resumed.configuration(index)
     record = model_record.read(folder, with_files=False)
     if record is None:  # a checkpoint of an older version
         record = model_record.without_tokenizer(model.seq_length)
+    taken = _taken(folder, run_options, options)
     if options.eval_data:  # no prompts, and so no tokenizer
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
-        sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
-        return SampleTask(folder, options, _make_config(options, model, ranks))
+        return _evaluation(folder, options, model, ranks, taken)
+    notes: tuple[str, ...] = (taken.note,) if taken.note else ()
     # The tokenizer.json is in the checkpoint; those of older versions have it in a folder above.
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
     tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
@@ -145,17 +152,16 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> SampleTask:
     if options.eval_tasks:
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
         files = parse_task_files(tuple(options.eval_tasks))
-        config = _make_config(options, model, ranks)
-        return SampleTask(
-            folder, options, config, tasks=encode_tasks(files, text, model.seq_length)
-        )
+        config = _make_config(options, model, ranks, taken)
+        encoded = encode_tasks(files, text, model.seq_length)
+        return SampleTask(folder, options, config, notes, tasks=encoded)
     ends = record.ends if record.is_imported else record.ends or text.ends
     limit = _longest_text(model, record)
     if options.chat:
         talk = _conversation(options, folder, text, ends)
-        config = _make_config(options, dataclasses.replace(model, seq_length=limit), ranks)
+        config = _make_config(options, dataclasses.replace(model, seq_length=limit), ranks, taken)
         count = options.max_tokens or MAX_ANSWER
-        return SampleTask(folder, options, config, text, (), count, ends, talk, limit)
+        return SampleTask(folder, options, config, notes, text, (), count, ends, talk, limit)
     prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
     # The number of new tokens for each prompt. Without --max-tokens it is MAX_TOKENS, or fewer, so
@@ -174,9 +180,44 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> SampleTask:
         )
     # Tables of positions have seq_length rows: as many as the longest continued prompt needs.
     model = dataclasses.replace(model, seq_length=longest + count)
-    return SampleTask(
-        folder, options, _make_config(options, model, ranks), text, prompts, count, ends
-    )
+    config = _make_config(options, model, ranks, taken)
+    notes = (*notes, *text.notes_on(options.prompt, "prompts"))
+    return SampleTask(folder, options, config, notes, text, prompts, count, ends)
+
+
+def _taken(folder: str, saved: dict[str, Any], options: argparse.Namespace) -> Inherited:
+    """Return what a task takes from its checkpoint: what decides how the model sees a text.
+
+    saved: the options in the checkpoint, by group. Options that were given are not taken. Raise
+    UserError if they do not go with the task.
+    """
+    given = {name: value for name, value in vars(options).items() if name in OBJECTIVE}
+    if given and not options.eval_data:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{flags}: goes with --eval-data")
+    taken = of_samples(saved, given)
+    if not options.eval_data:  # a single text has no documents, and no labels that do not count
+        taken = {name: taken[name] for name in ("objective",) if name in taken}
+    return Inherited(taken, folder=folder)
+
+
+def _evaluation(
+    folder: str, options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+) -> SampleTask:
+    """Return the task of --eval-data; UserError if a corpus cannot be read as in the run."""
+    notes = [taken.note] if taken.note else []
+    try:
+        config, notes_on_corpora = with_end_token(_unchecked(options, model, ranks, taken))
+        config = validation.check(config, ranks)
+        sets = tuple(options.eval_data)
+        sample_order.check_eval_sets(sets, model.seq_length, config.data.answers_only)
+        notes += notes_on_corpora
+        for each in parse_eval_sets(sets):
+            notes += check_ids(each.prefix, model.vocab_size)
+            notes += note_on_answers(each.prefix, config.data.answers_only)
+    except UserError as mistake:  # perhaps about an option that the user has not typed
+        raise UserError("; ".join([str(mistake), *notes[:1]])) from None
+    return SampleTask(folder, options, config, tuple(notes))
 
 
 def _longest_text(model: ModelShape, record: model_record.ModelRecord) -> int:
@@ -241,16 +282,27 @@ def _corpora(run_options: dict[str, Any]) -> list[str]:
     return [word for word in words if isinstance(word, str)]
 
 
-def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
-    """Return the configuration of the model in the requested layout; UserError if it cannot be.
+def _make_config(
+    options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+) -> Config:
+    """Return the configuration of the model in the requested layout; UserError if it cannot be."""
+    return validation.check(_unchecked(options, model, ranks, taken), ranks)
 
-    The trainer builds the model from a configuration of a run, so this is a run of one step without
-    an optimizer. Weights are not drawn (init_std 0), because they are loaded.
+
+def _unchecked(
+    options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+) -> Config:
+    """Return the configuration of the model, with options that may not go together.
+
+    taken: the options that come from the checkpoint. The trainer builds the model from a
+    configuration of a run, so this is a run of one step without an optimizer. Weights are not drawn
+    (init_std 0), because they are loaded.
     """
     micro_batch = EVAL_BATCH if options.eval_data or options.eval_tasks else 1
     # The ranks that tp and pp leave are replicas, and each needs a micro-batch of the global batch.
     replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
-    values = dataclasses.asdict(model)
+    values = dataclasses.asdict(model) | dict(taken.options)
+    values |= {name: value for name, value in vars(options).items() if name in OBJECTIVE}
     values |= {
         "tp": options.tp,
         "pp": options.pp,
@@ -270,7 +322,7 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
     }
     if options.eval_data:
         values["eval_data"] = options.eval_data
-    return validation.check(command_line.build(values), ranks)
+    return command_line.build(values)
 
 
 def _report_folder() -> str:
@@ -313,12 +365,12 @@ def run(task: SampleTask, context: Context) -> Iterator[str]:
     if context.rank == 0:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
-        for note in task.text.notes_on(task.options.prompt or (), "prompts") if task.text else ():
+        for note in task.notes:
             print(printable(f"note: {note}"), file=sys.stderr, flush=True)
     if task.text is not None:
         options = task.options
         how = SamplingParams(options.temperature, options.top_p, options.seed)
-        decoder = Decoder(state.pipeline, state.factory, task.config.model)
+        decoder = Decoder(state.pipeline, state.factory, task.config)
         for prompt in task.prompts:
             context.recorder.enter("sample")
             ids = decoder.generate(prompt, task.count, how, task.ends)
@@ -446,6 +498,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--scores", default=None, metavar="FILE", help=text)
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (default: 1)")
+    add_options(parser, OBJECTIVE, "what --eval-data counts (default: as in the run)")
     precisions = "fp64|fp32|bf16|fp16"
     add("--precision", default="fp32", metavar=precisions, help="arithmetic (default: fp32)")
     text = "device of each rank (default: auto)"

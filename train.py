@@ -45,6 +45,7 @@ with ending_all_ranks(watch), errors.installed():
     from base.paths import check_paths
     from config.command_line import parse_request
     from config.inherited import Inherited
+    from config.run_options import parse_eval_sets
     from config.schema import Config, elements_of_run
     from config.validation import check
     from distributed.context import prepare
@@ -143,13 +144,19 @@ def check_data(config: Config) -> None:
     sample_order.split_ranges(options.split, 0)
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
+    prefixes: list[str] = []
     if not synthetic:
         words = [options.data, *(stage.data for stage in config.stages_left)]
         prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
         for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)
+    prefixes += [each.prefix for each in parse_eval_sets(eval_sets)]
+    notes = []
+    for prefix in dict.fromkeys(prefixes):
+        notes += text.check_ids(prefix, config.model.vocab_size)
+        notes += token_files.note_on_answers(prefix, options.answers_only)
     encoder, _ = text.prompts_of_run(config)
-    notes = encoder.notes_on(config.run.sample_prompt or (), "prompts")
+    notes += encoder.notes_on(config.run.sample_prompt or (), "prompts")
     if note := text.unused_rows(config):
         notes.append(note)
     for note in notes:

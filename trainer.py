@@ -420,7 +420,7 @@ class Trainer:
         self.step_times = StepTimes(exchange, log)  # writes times.jsonl
         self.samples_of_text: RunSamples | None = None
         if run.sample_every:
-            decoder = Decoder(state.pipeline, state.factory, self.config.model)
+            decoder = Decoder(state.pipeline, state.factory, self.config)
             gather = state.optimizer.finish_gathering
             ends = checkpoints.ends()
             self.samples_of_text = RunSamples(self.config, decoder, gather, log.note, ends)

@@ -525,6 +525,15 @@ def _add_set(section: Any, keys: list[str]) -> None:
     )
 
 
+def add_options(parser: argparse.ArgumentParser, names: Collection[str], title: str) -> None:
+    """Add the flags of some options to the parser of another program; an option not given is absent
+    in its result. title: of the group in the help text.
+    """
+    section = parser.add_argument_group(title)
+    for name in names:
+        _add_flag(section, all_options()[name])
+
+
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
     """Add the flag of the option with field `f` to `section`; for a bool also --no-OPTION."""
     meta = f.metadata

@@ -16,14 +16,16 @@ from tokenizers import Tokenizer
 
 from base.cli import check_decoded
 from base.errors import UserError
-from config.corpus_record import form_of
+from config.corpus_record import SETTINGS, form_of, read
 from config.schema import Config
+from corpora import token_files
 from corpora.blends import parse_blend
 from corpora.encoder import Encoder
 from corpora.tokenizer_files import load_tokenizer, read_settings
 
 # A prompt of token ids, such as "17 4 250" or "17, 4, 250".
 IDS = re.compile(r"\s*\d{1,18}([\s,]+\d{1,18})*\s*")
+MOST_SEARCHED = 1 << 26  # bytes of a corpus whose largest id is looked for when a run starts
 SAMPLE_TOKENS = 48  # the most tokens generated for a --sample-prompt in training
 
 
@@ -152,6 +154,32 @@ def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
         if len(ids) >= length:
             raise UserError(f"--sample-prompt has {len(ids)} tokens: seq-length is {length}")
     return text, encoded
+
+
+def check_ids(prefix: str, vocab_size: int) -> list[str]:
+    """Raise UserError if a corpus has token ids that the model, with `vocab_size`, has not.
+
+    Return a note if that is not known: the corpus does not say its largest id, its tokenizer has
+    more tokens than the model or is not there, and it is too large to be read now.
+    """
+    largest = read(prefix).largest_id
+    said = f" ({prefix}{SETTINGS})"
+    tokenizer = find_tokenizer([], [prefix])
+    if largest is None and tokenizer:
+        vocabulary = load_tokenizer(tokenizer).get_vocab()
+        if max(vocabulary.values(), default=0) < vocab_size:
+            return []
+    if largest is None:
+        largest, said = token_files.largest_id(prefix, vocab_size, MOST_SEARCHED), ""
+    if largest is None:
+        unknown = f"the largest token id of {prefix} is not known"
+        return [f"{unknown}: one above {vocab_size - 1} would end the run"]
+    if largest >= vocab_size:
+        raise UserError(
+            f"{prefix} has the token id {largest}{said}, but vocab-size is {vocab_size}: give "
+            f"--vocab-size {largest + 1} or more, or prepare it by the model's tokenizer"
+        )
+    return []
 
 
 def unused_rows(config: Config) -> str | None:
