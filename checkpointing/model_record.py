@@ -25,7 +25,7 @@ from base.errors import UserError
 from base.regular_files import open_regular
 from checkpointing import file_format, folders
 from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
-from config.corpus_record import form_of
+from config.corpus_record import form_of, from_facts
 from config.schema import Config
 from corpora.encoder import END, Encoder
 from corpora.text import find_tokenizer, prefixes_of
@@ -186,6 +186,11 @@ def chat_template(files: dict[str, bytes]) -> str | None:
         named = [item for item in template if isinstance(item, dict)]
         template = next((i.get("template") for i in named if i.get("name") == "default"), None)
     return template if isinstance(template, str) else None
+
+
+def form_of_texts(files: dict[str, bytes]) -> str | None:
+    """Return what names of special tokens in texts become, by a tokenizer's files; None: unsaid."""
+    return from_facts(_settings(files).get("documents"), SETTINGS).special_tokens
 
 
 def ids_of(tokenizer: str) -> dict[str, Any]:

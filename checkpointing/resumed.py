@@ -22,7 +22,7 @@ from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
 from config.branches import DECAY_SETS, decaying
 from config.command_line import build, check_option, make_model
-from config.inherited import OBJECTIVE, Inherited, changed_constants, inherited, of_samples
+from config.inherited import Inherited, changed_constants, inherited, left_out
 from config.past import Branch, Past, from_text, new_run, to_text
 from config.run_options import Run
 from config.schema import GROUPS, Config
@@ -98,8 +98,7 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     else:
         return Inherited(problem=problem)
     if given.get("load_weights_only"):
-        left = {k: v for k, v in of_samples(saved, given).items() if k in OBJECTIVE}
-        return Inherited(model=model, folder=folder, left=left)
+        return replace(left_out(saved, given, folder), model=model)
     options = inherited(saved, given)
     plan = from_saved(saved.get("plan"), folder)
     if branch_from:

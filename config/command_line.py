@@ -29,7 +29,7 @@ from base.options import as_typed
 from base.regular_files import open_regular
 from config import stages
 from config.corpus_record import with_end_token
-from config.inherited import Inherited
+from config.inherited import Inherited, left_out
 from config.run_options import Run
 from config.schema import GROUPS, Config, all_options
 from config.stages import StagePlan
@@ -162,6 +162,7 @@ def parse_request(
     plan = _read_plan(given)
     taken = resumed(given) if "resume" in given else Inherited()
     base = taken.model if given.keys().isdisjoint(SHAPE) else None
+    left = "" if taken.folder else _left_of_resumed(given)
     if base is None and not taken.folder:
         given = _with_resumed(given)  # with model and precision in its run.json
         if taken.problem and given.keys().isdisjoint({"model", *SHAPE}):
@@ -194,8 +195,7 @@ def parse_request(
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
-    if taken.note:
-        notes.append(taken.note)
+    notes += [note for note in (taken.note, left) if note]
     # Notes may have texts of a model's or a checkpoint's files.
     shown = tuple(map(printable, notes))
     return Request(config, frozenset(given), shown, given.get("model"), taken)
@@ -326,6 +326,20 @@ def samples_of(tokens: int, length: int) -> int:
             text += f"; or {tokens / ten:g}{unit} = {binary} x {length}"
             break
     raise UserError(text)
+
+
+def _left_of_resumed(given: Mapping[str, Any]) -> str:
+    """Return a line on what a program leaves of the run that --resume names, if it has no past of
+    it; "" if it names none.
+    """
+    if not isinstance(given.get("resume"), str):
+        return ""
+    from architecture import families
+
+    folder = given.get("out", Run.out) if given["resume"] == "auto" else given["resume"]
+    run_file = families.of_run(str(folder))
+    saved = families.read_object(run_file).get("config") if run_file else None
+    return left_out(saved, given, str(run_file)).note if isinstance(saved, dict) else ""
 
 
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:

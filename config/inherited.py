@@ -43,7 +43,7 @@ class Inherited:
     if there is no checkpoint. past: what was done before. folder: the checkpoint. changed: options
     of an earlier version that are constants now, where the checkpoint has another value. plan: the
     stages of the run (--stages). problem: why the newest checkpoint cannot be read, if none can.
-    left: options that decide what a sample is, and that --load-weights-only does not take.
+    left: options of the checkpoint that decide what a sample is, and that are not taken.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Inherited:
         if self.changed:
             lines.append(f"not taken, since they are constants now: {', '.join(self.changed)}")
         if left:
-            lines.append(f"not taken from {self.folder}, with its weights only: {', '.join(left)}")
+            lines.append(f"not taken from {self.folder}: {', '.join(left)}")
         return "; ".join(lines)
 
 
@@ -113,6 +113,12 @@ def of_samples(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     """
     taken = inherited(saved, given)
     return {name: taken[name] for name in DECIDE_SAMPLES if name in taken}
+
+
+def left_out(saved: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> Inherited:
+    """Return the options that a program without a past leaves: those that say what a sample is."""
+    left = {k: v for k, v in of_samples(saved, given).items() if k in OBJECTIVE}
+    return Inherited(folder=folder, left=left)
 
 
 def changed_constants(saved: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Turn conversations into a corpus for `train.py --data PREFIX --answers-only`.
 
     python scripts/prepare_chats.py --out data/chats --tokenizer FOLDER chats.jsonl more.jsonl.gz
-    python train.py --data data/chats --answers-only --reset-attention --eod-token ID ...
+    python train.py --data data/chats --answers-only --reset-attention ...
 
 A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}, and
 may have "tools", "documents" and "chat_template_kwargs" for the template. A message may have a

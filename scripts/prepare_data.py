@@ -9,8 +9,9 @@ formats: corpora/text_sources.py; tokenizers: scripts/encoders.py; --as-text .c 
 document in a file). Documents are shuffled with a fixed seed, so that a split by range is a random
 one. Each begins with the token that the tokenizer puts before a text, if there is one, and ends
 with the end-of-document token. The outputs are OUT.bin and OUT.idx (format:
-corpora/token_files.py), OUT.tokenizer.json, OUT.tokenizer_config.json with the tokens that begin
-and end a document, and OUT.sha256 (scripts/corpus.py).
+corpora/token_files.py), OUT.tokenizer.json, OUT.tokenizer_config.json with what the corpus says of
+its documents (config/corpus_record.py), and OUT.sha256 (scripts/corpus.py). Names of special tokens
+in texts are text, or with --special-tokens ids these tokens.
 
 All texts are first copied into OUT.partial.documents, which needs that much room and is removed at
 the end, and are not held in memory. What is done is in OUT.partial.*: after a kill the same command
