@@ -170,14 +170,13 @@ def _not_exported(folder: str) -> list[str]:
 
     with Index(folder) as index:
         options = of_samples(configuration(index), {})
-    record = model_record.read(folder)
     lines = []
     if options.get("objective") == "prefix":
         lines.append(
             "trained with --objective prefix: the tokens of a prompt saw all of it, and in "
             "transformers each sees those before it"
         )
-    if record is not None and model_record.form_of_texts(record.files) == TEXT:
+    if model_record.form_of_texts(folder) == TEXT:
         lines.append(
             "names of special tokens are text in its corpora: transformers makes tokens of them, "
             "and text with split_special_tokens=True"

@@ -39,7 +39,7 @@ with errors.installed():
     from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
     from config.command_line import add_options
-    from config.corpus_record import with_end_token
+    from config.corpus_record import note_on_form, with_end_token
     from config.inherited import OBJECTIVE, Inherited, of_samples
     from config.run_options import parse_eval_sets, parse_task_files
     from config.schema import Config
@@ -143,7 +143,8 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> SampleTask:
     taken = _taken(folder, run_options, options)
     if options.eval_data:  # no prompts, and so no tokenizer
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
-        return _evaluation(folder, options, model, ranks, taken)
+        form = model_record.form_of_texts(folder)
+        return _evaluation(folder, options, model, ranks, taken, form)
     notes: tuple[str, ...] = (taken.note,) if taken.note else ()
     # The tokenizer.json is in the checkpoint; those of older versions have it in a folder above.
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
@@ -202,9 +203,17 @@ def _taken(folder: str, saved: dict[str, Any], options: argparse.Namespace) -> I
 
 
 def _evaluation(
-    folder: str, options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+    folder: str,
+    options: argparse.Namespace,
+    model: ModelShape,
+    ranks: int,
+    taken: Inherited,
+    form: str | None,
 ) -> SampleTask:
-    """Return the task of --eval-data; UserError if a corpus cannot be read as in the run."""
+    """Return the task of --eval-data; UserError if a corpus cannot be read as in the run.
+
+    form: what names of special tokens in texts are for the model.
+    """
     notes = [taken.note] if taken.note else []
     try:
         config, notes_on_corpora = with_end_token(_unchecked(options, model, ranks, taken))
@@ -215,6 +224,7 @@ def _evaluation(
         for each in parse_eval_sets(sets):
             notes += check_ids(each.prefix, model.vocab_size)
             notes += note_on_answers(each.prefix, config.data.answers_only)
+            notes += note_on_form(each.prefix, form)
     except UserError as mistake:  # perhaps about an option that the user has not typed
         raise UserError("; ".join([str(mistake), *notes[:1]])) from None
     return SampleTask(folder, options, config, tuple(notes))

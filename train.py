@@ -43,6 +43,7 @@ with ending_all_ranks(watch), errors.installed():
 
     from base.errors import UserError, exit_with, printable
     from base.paths import check_paths
+    from config import corpus_record
     from config.command_line import parse_request
     from config.inherited import Inherited
     from config.run_options import parse_eval_sets
@@ -150,9 +151,10 @@ def check_data(config: Config) -> None:
         prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
         for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)
-    prefixes += [each.prefix for each in parse_eval_sets(eval_sets)]
-    notes = []
-    for prefix in dict.fromkeys(prefixes):
+    evaluated = [each.prefix for each in parse_eval_sets(eval_sets)]
+    form = corpus_record.form_of(prefixes)
+    notes = [note for prefix in evaluated for note in corpus_record.note_on_form(prefix, form)]
+    for prefix in dict.fromkeys([*prefixes, *evaluated]):
         notes += text.check_ids(prefix, config.model.vocab_size)
         notes += token_files.note_on_answers(prefix, options.answers_only)
     encoder, _ = text.prompts_of_run(config)

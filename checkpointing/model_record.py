@@ -188,9 +188,14 @@ def chat_template(files: dict[str, bytes]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def form_of_texts(files: dict[str, bytes]) -> str | None:
-    """Return what names of special tokens in texts become, by a tokenizer's files; None: unsaid."""
-    return from_facts(_settings(files).get("documents"), SETTINGS).special_tokens
+def form_of_texts(folder: str) -> str | None:
+    """Return what names of special tokens in texts are for a model; None: its corpora do not say.
+
+    folder: that of a checkpoint. UserError if its record cannot be read.
+    """
+    record = read(folder)
+    settings = {} if record is None else _settings(record.files)
+    return from_facts(settings.get("documents"), SETTINGS).special_tokens
 
 
 def ids_of(tokenizer: str) -> dict[str, Any]:

@@ -79,6 +79,19 @@ def form_of(prefixes: list[str]) -> str | None:
     return next((form for form in (IDS, TEXT) if form in forms), None)
 
 
+def note_on_form(prefix: str, form: str | None) -> list[str]:
+    """Return a note if texts of an evaluated corpus have another form than those of the model.
+
+    form: what names of special tokens are for the model; None: that is not known.
+    """
+    theirs = read(prefix).special_tokens
+    if form is None or theirs is None or theirs == form:
+        return []
+    become = {TEXT: "text", IDS: "tokens"}
+    differ = f"{become[theirs]} in {prefix}, and {become[form]} for the model"
+    return [f"names of special tokens are {differ}: prepare it with --special-tokens {form}"]
+
+
 def _end_id(prefix: str) -> int | None:
     """Return the id of the token that ends documents of a corpus; None: it does not say so."""
     record = read(prefix)

@@ -253,6 +253,10 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
         vocab_size = encoder.vocab_size
         encoder.tokenizer.save(job.partial("tokenizer.json"))
         settings = settings_of(options.tokenizer)
+        theirs = settings.documents.special_tokens
+        if theirs not in (None, options.special_tokens):
+            differ = f"{options.special_tokens}, but the corpus of this tokenizer has {theirs}"
+            print(printable(f"note: --special-tokens {differ}"), file=sys.stderr, flush=True)
     copy_documents(job, paths, options, vocab_size)
     documents = Documents(job, options.shuffle_seed)
     try:

@@ -126,7 +126,7 @@ def test_a_tool_does_not_write_over_its_input(link, tmp_path, monkeypatch, capsy
 
 
 def test_what_corpora_say_goes_with_their_documents(tmp_path, capsys):
-    """A merged or split corpus has the tokenizer, the end and the largest id; others say why not."""
+    """A merged or split corpus has the tokenizer, the end and the largest id of its parts."""
     (tmp_path / "t.jsonl").write_text('{"text": "abc"}\n{"text": "xyz"}\n{"text": "zz"}\n')
     for name, end in (("a", "<|endoftext|>"), ("b", "<|endoftext|>"), ("c", "<end>")):
         words = ["--tokenizer", "bytes", "--end-token", end]

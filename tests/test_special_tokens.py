@@ -8,9 +8,10 @@ from test_encoder import documents
 from test_prepare_data import prepare
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import train
 from base.errors import UserError
 from config.command_line import parse
-from config.corpus_record import IDS, TEXT, form_of, read
+from config.corpus_record import IDS, TEXT, form_of, note_on_form, read
 from config.run_options import TaskFile
 from corpora.special_tokens import NameCounts, Names, tokenizer_of_texts
 from corpora.tasks import encode_tasks
@@ -233,6 +234,25 @@ def test_a_run_on_several_corpora_has_the_form_of_that_with_tokens(folder):
     for prefixes, expected in ((both, True), (both[:1], False)):
         ids = text_of_run(parse([*shape, "--data", *prefixes])).encode(START)
         assert (ids == [start]) == expected
+
+
+def test_a_corpus_of_another_form_is_noted(folder, capsys):
+    prepared(folder, IDS)
+    capsys.readouterr()
+    again = ["--tokenizer", folder / "ids.tokenizer.json", folder / "t.jsonl"]
+    prepare(folder / "valid", *again)
+    assert (
+        "--special-tokens text, but the corpus of this tokenizer has ids" in capsys.readouterr().err
+    )
+    assert documents(folder / "valid") != documents(folder / IDS)
+    (note,) = note_on_form(str(folder / "valid"), IDS)
+    assert "are text in" in note
+    assert note.endswith("and tokens for the model: prepare it with --special-tokens ids")
+    assert note_on_form(str(folder / "valid"), TEXT) == note_on_form("none", IDS) == []
+    shape = ["--layers", "1", "--hidden", "8", "--heads", "2", "--seq-length", "8", "--steps", "1"]
+    words = ["--data", f"{folder}/ids", "--eval-data", f"x={folder}/valid", "--vocab-size", "400"]
+    train.check_data(parse([*shape, *words]))
+    assert note in capsys.readouterr().err
 
 
 def test_corpora_and_models_without_the_record_are_as_they_were(folder):
