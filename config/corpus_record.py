@@ -14,9 +14,9 @@ from typing import Any
 
 from architecture.families import read_object
 from base.errors import UserError
+from config.phases import prefixes_of
 from config.run_options import parse_eval_sets
 from config.schema import Config
-from config.stages import prefixes_of
 
 TEXT, IDS = "text", "ids"  # what names of special tokens in a text become: --special-tokens
 SETTINGS = ".tokenizer_config.json"
@@ -106,10 +106,10 @@ def _end_id(prefix: str) -> int | None:
 
 
 def _prefixes(config: Config) -> Iterator[str]:
-    """Yield the corpora of a run: of --data, of its stages and of --eval-data."""
+    """Yield the corpora of a run: of --data, of its phases and of --eval-data."""
     yield from prefixes_of(config.data.data)
-    for stage in config.plan.stages if config.plan else ():
-        yield from prefixes_of(stage.data or ())
+    for phase in config.plan.phases if config.plan else ():
+        yield from prefixes_of(phase.data or ())
     for each in parse_eval_sets(config.data.eval_data or ()):
         yield each.prefix
 

@@ -67,8 +67,8 @@ def forget(prefix, *names: str) -> None:
 
 def test_another_end_than_that_of_a_corpus_is_a_mistake(corpora, tmp_path):
     a, b, c = (str(corpora / name) for name in "abc")
-    stages = tmp_path / "s.toml"
-    stages.write_text(f'train_tokens = 640\n[[stage]]\nfrom_tokens = 0\ndata = ["{a}"]\n')
+    phases = tmp_path / "p.toml"
+    phases.write_text(f'train_tokens = 640\n[[phase]]\nfrom_tokens = 0\ndata = ["{a}"]\n')
     for words in (
         ["--data", a],
         ["--data", a, *MASKS],
@@ -80,7 +80,7 @@ def test_another_end_than_that_of_a_corpus_is_a_mistake(corpora, tmp_path):
         request(*words, "--eod-token", "256")
     words = SHAPE.replace("--steps 2 ", "").split()
     with pytest.raises(UserError, match="--eod-token 0, but documents"):
-        parse_request([*words, "300", "--stages", str(stages), "--eod-token", "0"])
+        parse_request([*words, "300", "--phases", str(phases), "--eod-token", "0"])
     with pytest.raises(UserError, match=r"a end with the token 256, documents of .*c end with"):
         request("--data", a, c, MASKS[0])
     shutil.copy(f"{a}.bin", tmp_path / "plain.bin")
