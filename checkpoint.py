@@ -62,7 +62,7 @@ with errors.installed():
     from checkpointing.index import GROUPS, Index, check_files
     from config.command_line import make_model
     from config.corpus_record import TEXT
-    from config.inherited import of_samples
+    from config.inherited import sample_options
 
 
 def _checks(manifest: dict[str, Any]) -> str:
@@ -169,7 +169,7 @@ def _not_exported(folder: str) -> list[str]:
     from checkpointing.resumed import configuration
 
     with Index(folder) as index:
-        options = of_samples(configuration(index), {})
+        options = sample_options(configuration(index), {})
     lines = []
     if options.get("objective") == "prefix":
         lines.append(

@@ -40,7 +40,7 @@ with errors.installed():
     from config import command_line, validation
     from config.command_line import add_options
     from config.corpus_record import note_on_form, with_end_token
-    from config.inherited import OBJECTIVE, Inherited, of_samples
+    from config.inherited import OBJECTIVE, Inherited, sample_options
     from config.run_options import parse_eval_sets, parse_task_files
     from config.schema import Config
     from corpora import sample_order
@@ -196,7 +196,7 @@ def _taken(folder: str, saved: dict[str, Any], options: argparse.Namespace) -> I
     if given and not options.eval_data:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UserError(f"{flags}: goes with --eval-data")
-    taken = of_samples(saved, given)
+    taken = sample_options(saved, given)
     if not options.eval_data:  # a single text has no documents, and no labels that do not count
         taken = {name: taken[name] for name in ("objective",) if name in taken}
     return Inherited(taken, folder=folder)

@@ -24,7 +24,7 @@ from checkpointing.resumed import configuration
 from checkpointing.state import Progress
 from checkpointing.weights_only import Contents, write_checkpoint
 from config.command_line import make_model
-from config.inherited import OBJECTIVE, of_samples
+from config.inherited import OBJECTIVE, sample_options
 
 EQUAL, LINEAR, SQRT, EMA = "equal", "linear", "1-sqrt", "ema"
 
@@ -107,7 +107,7 @@ def merge(
         dtype = max((index.dtypes["weights"] for index in indices), key=lambda d: d.itemsize)
         shapes = indices[newest].shapes
         options = [configuration(index) for index in indices]
-        source = {"merged_from": merged_from, **_of_samples(options[newest])}
+        source = {"merged_from": merged_from, **_sample_options(options[newest])}
         contents = Contents(model, shapes, str(dtype), record, source, progress)
         write_checkpoint(target, contents, _means(indices, shares, contents, averaged))
     lines = [f"{each['share']:.4f} of {each['checkpoint']}" for each in merged_from]
@@ -115,9 +115,9 @@ def merge(
     return [*lines, f"{target}/{folder_name(progress.iteration)}: their mean, in {dtype}"]
 
 
-def _of_samples(options: Mapping[str, Any]) -> dict[str, Any]:
+def _sample_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a run's options, by group, by which its checkpoint is evaluated."""
-    taken = of_samples(options, {})
+    taken = sample_options(options, {})
     data = {name: value for name, value in taken.items() if name in OBJECTIVE}
     return {"data": data, "training": {"seed": taken.get("seed", 0)}} if data else {}
 
@@ -126,10 +126,10 @@ def _other_samples(
     sources: Sequence[str], options: Sequence[Mapping[str, Any]], newest: int
 ) -> list[str]:
     """Return a line for each source whose samples were others than those of the newest one."""
-    own = _of_samples(options[newest]).get("data", {})
+    own = _sample_options(options[newest]).get("data", {})
     lines = []
     for folder, each in zip(sources, options):
-        theirs = _of_samples(each).get("data", {})
+        theirs = _sample_options(each).get("data", {})
         names = [name for name in OBJECTIVE if theirs.get(name) != own.get(name)]
         if names:
             differ = ", ".join(f"{n} {theirs.get(n)} against {own.get(n)}" for n in names)

@@ -106,7 +106,7 @@ def inherited(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def of_samples(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def sample_options(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a checkpoint that decide what a sample of a corpus is, by name.
 
     saved, given: as for `inherited`. A program that evaluates a checkpoint takes these.
@@ -117,7 +117,7 @@ def of_samples(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 def left_out(saved: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> Inherited:
     """Return the options that a program without a past leaves: those that say what a sample is."""
-    left = {k: v for k, v in of_samples(saved, given).items() if k in OBJECTIVE}
+    left = {k: v for k, v in sample_options(saved, given).items() if k in OBJECTIVE}
     return Inherited(folder=folder, left=left)
 
 

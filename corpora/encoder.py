@@ -95,7 +95,7 @@ class Encoder:
         return [str(self.tokenizer.id_to_token(id)) for id in self.begin]
 
     @functools.cached_property
-    def of_texts(self) -> Tokenizer:
+    def text_tokenizer(self) -> Tokenizer:
         """The tokenizer with which texts of documents are encoded."""
         return tokenizer_of_texts(self.tokenizer, self.special_tokens or TEXT, self.end_token)
 
@@ -110,7 +110,7 @@ class Encoder:
 
         Raise UserError if a text has the token that ends a document, which would end there.
         """
-        encodings = self.of_texts.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.text_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         found = [encoding.ids for encoding in encodings]
         if any(self.end in ids for ids in found):
             raise UserError(

@@ -32,7 +32,7 @@ PATTERNS = [_WORDS + numbers + _OTHERS for numbers in (r"\p{N}{1,3}", r"\p{N}")]
 
 def splits_at_spaces(encoder: Encoder) -> bool:
     """Whether texts may be cut before single spaces: a BPE that splits them in a known way."""
-    tokenizer = encoder.of_texts
+    tokenizer = encoder.text_tokenizer
     if not isinstance(tokenizer.model, models.BPE) or tokenizer.model.dropout:
         return False
     # NFC joins nothing with a space before it. Special tokens are not looked for in texts here; of
