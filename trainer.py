@@ -438,7 +438,7 @@ class Trainer:
         observers.append(make_monitor(state, train, checkpoints, exchange, log, self.done))
         observers.append(Evaluations(state, self.splits, tasks, log, self.stats_exchange))
         if run.sample_every:
-            decoder = Decoder(state.pipeline, state.factory, self.config.model)
+            decoder = Decoder(state.pipeline, state.factory, self.config)
             prepare = partial(_prepare_decoding, state)
             samples = RunSamples(self.config, decoder, prepare, log.note, checkpoints.ends())
             observers.append(samples)

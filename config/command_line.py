@@ -29,7 +29,8 @@ from base.errors import UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
 from config import phases, run_lengths
-from config.inherited import Inherited
+from config.corpus_record import with_end_token
+from config.inherited import Inherited, left_out
 from config.phases import PhasePlan
 from config.run_options import Run
 from config.schema import GROUPS, Config, all_options
@@ -163,6 +164,7 @@ def parse_request(
     plan = _read_plan(given)
     taken = resumed(given) if "resume" in given else Inherited()
     base = taken.model if given.keys().isdisjoint(SHAPE) else None
+    left = "" if taken.folder else _left_of_resumed(given)
     if base is None and not taken.folder:
         given = _with_resumed(given)  # with model and precision in its run.json
         if taken.problem and given.keys().isdisjoint({"model", *SHAPE}):
@@ -186,17 +188,18 @@ def parse_request(
     config = dataclasses.replace(config, past=taken.past, plan=plan)
     if translation:  # a share of the run, whose length is known only now
         config, given = translation.with_warmup(config, given)
+    config, notes_on_corpora = with_end_token(config)
     check_used(config, given)  # UserError if a given option has no effect
     if translation:
         translation.check_meaning(config.model, given)
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
     notes += _note_on_model(given.get("model", ""))
+    notes += notes_on_corpora
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
-    if taken.note:
-        notes.append(taken.note)
+    notes += [note for note in (taken.note, left) if note]
     notes += run_lengths.notes(config, given)
     # Notes may have texts of a model's or a checkpoint's files.
     shown = tuple(map(printable, notes))
@@ -343,6 +346,20 @@ def samples_of(tokens: int, length: int) -> int:
             text += f"; or {tokens / ten:g}{unit} = {binary} x {length}"
             break
     raise UserError(text)
+
+
+def _left_of_resumed(given: Mapping[str, Any]) -> str:
+    """Return a line on what a program leaves of the run that --resume names, if it has no past of
+    it; "" if it names none.
+    """
+    if not isinstance(given.get("resume"), str):
+        return ""
+    from architecture import families
+
+    folder = given.get("out", Run.out) if given["resume"] == "auto" else given["resume"]
+    run_file = families.of_run(str(folder))
+    saved = families.read_object(run_file).get("config") if run_file else None
+    return left_out(saved, given, str(run_file)).note if isinstance(saved, dict) else ""
 
 
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
@@ -541,6 +558,15 @@ def _add_set(section: Any, keys: list[str]) -> None:
         help="any option, by its key in a run file; keys of [model] that have no flag: "
         f"{', '.join(keys)}",
     )
+
+
+def add_options(parser: argparse.ArgumentParser, names: Collection[str], title: str) -> None:
+    """Add the flags of some options to the parser of another program; an option not given is absent
+    in its result. title: of the group in the help text.
+    """
+    section = parser.add_argument_group(title)
+    for name in names:
+        _add_flag(section, all_options()[name])
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:

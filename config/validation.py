@@ -579,7 +579,7 @@ def _check_objective(config: Config) -> None:
         raise UserError("--reset-positions: --positions alibi knows distances only, no positions")
     if data.answers_only and data.objective != "causal":
         raise UserError(f"--answers-only needs --objective causal, not {data.objective}")
-    if data.answers_only and data.data == ("synthetic",):
+    if data.answers_only and data.data == ("synthetic",) and not data.eval_data:
         raise UserError("--answers-only needs the files of --data: random tokens have no answers")
 
 
