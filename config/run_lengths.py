@@ -53,13 +53,13 @@ def notes(config: Config, given: Collection[str]) -> list[str]:
     """
     # A contradiction of batch sizes and phases is reported by config/validation.py.
     with contextlib.suppress(UserError):
-        if _has_end(config):
+        if has_end(config):
             timeline = Timeline(config)
             return [*_rate_notes(timeline), *_batch_notes(timeline), *_step_notes(timeline, given)]
     return []
 
 
-def _has_end(config: Config) -> bool:
+def has_end(config: Config) -> bool:
     """Return whether the options say how long the run is."""
     training = config.training
     by_plan = config.plan is not None and config.plan.train_tokens is not None

@@ -56,6 +56,14 @@ def test_a_share_counts_phases(tmp_path):
     assert found.config.training.lr_warmup_samples == 40
 
 
+def test_a_share_of_a_run_whose_end_is_not_given_is_none_yet(tmp_path):
+    path = tmp_path / "phases.toml"
+    path.write_text('[[phase]]\nname = "a"\nfrom_tokens = 0\n')
+    for words, warmup in (("", 0), (f"--phases {path}", 0), ("--lr-decay-samples 50", 5)):
+        config = request(f"{words} --lr-warmup-fraction 0.1").config
+        assert config.training.lr_warmup_samples == warmup
+
+
 LONG = {
     "--lr-warmup-samples 8000": "warm-up of 8,000 samples .* longer than the run's 20 .*2.5e-06 of",
     "--lr-warmup-iters 2000": "the warm-up of 8,000 samples .* longer than the run's 20 samples",
