@@ -213,12 +213,15 @@ def _mixer(model: ModelShape, layers: int, heads: int) -> dict[str, Any]:
     if model.mixer == "attention":
         return {}
     shared = min(model.mixer_value_heads // model.mixer_key_heads, 2)
+    values = heads * shared
+    if model.mixer == "mamba2" and model.mixer_key_heads < heads:  # tensor ranks share a group
+        heads = 1 if model.mixer_key_heads == 1 else 2
     mixes = flags_of(model.mixer_blocks, model.layers)
     pattern = "all" if all(mixes) else ",".join(str(1 - block % 2) for block in range(layers))
     return {
         "mixer_blocks": pattern,
         "mixer_key_heads": heads,
-        "mixer_value_heads": heads * shared,
+        "mixer_value_heads": values,
         "mixer_key_size": 4 if model.mixer_key_size == model.mixer_value_size else 6,
         "mixer_value_size": 4,
     }
