@@ -55,7 +55,7 @@ class Matrices:
     def boxes(self, shape: tuple[int, ...], mode: str) -> list[tuple[str, Box]]:
         """Return the name, "" for a single matrix, and the box of each matrix of a global tensor.
 
-        mode: the value of --muon-qkv. joint: `parts` and `heads` are not divided; split: `parts`
+        mode: the value of muon_qkv. joint: `parts` and `heads` are not divided; split: `parts`
         are; head: both are. Raise ValueError if the parts are not the whole dimension.
         """
         ranges_of_dims: list[list[tuple[str, tuple[int, int]]]] = []

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from architecture.shape import ModelShape
+from base.options import as_typed
 from config.past import Past
 from config.phases import PhasePlan
 from config.run_options import LOSS_SCALE, Data, Training
@@ -49,15 +50,15 @@ class Inherited:
     @property
     def note(self) -> str:
         """A line that names the options; "" if there are none but defaults."""
-        fields = {f.name: f.default for cls in (Training, Data) for f in dataclasses.fields(cls)}
+        fields = {f.name: f for cls in (Training, Data) for f in dataclasses.fields(cls)}
         named = []
         for name, value in self.options.items():
             value = tuple(value) if isinstance(value, list) else value
-            if value == fields[name] or name == "precision":
+            if value == fields[name].default or name == "precision":
                 continue
             values = value if isinstance(value, tuple) else (value,)
             text = "" if value is True else f" {' '.join(map(str, values))}"
-            named.append(name.replace("_", "-") + text)
+            named.append(as_typed(fields[name]).removeprefix("--") + text)
         lines = [f"taken from {self.folder}: {', '.join(named)}"] if named else []
         if self.changed:
             lines.append(f"not taken, since they are constants now: {', '.join(self.changed)}")
