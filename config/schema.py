@@ -58,11 +58,6 @@ class Layout:
         "pipeline schedule; auto: the fastest that needs at most 1.1 times 1F1B's memory",
         choices=SCHEDULES,
     )
-    schedule_costs: str = option(
-        "planned",
-        "costs of passes for --schedule auto: planned, measured when the run starts, or six "
-        "numbers in microseconds: F, B, W of a block and of the head",
-    )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2
     )
@@ -102,7 +97,7 @@ class Layout:
     )
     reshard_after_forward: bool = option(
         True,
-        "--zero 3: free all-gathered weights after a forward pass; false: keep them for the backward",
+        "--zero 3: free gathered weights after a forward pass; false: keep them for the backward",
         file_only=True,
     )
     pad_vocab_multiple: int = option(

@@ -6,9 +6,7 @@ Messages show both values that do not fit, such as "tp(3) does not divide heads(
 Read schema.py, which has the options, before this file.
 """
 
-import contextlib
 import dataclasses
-import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -306,7 +304,6 @@ def _uncut(layout: Layout, length: int) -> str:
 
 def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
-    explicit_costs(layout)  # raises UserError if --schedule-costs is malformed
     name = layout.schedule
     virtual = layout.virtual_stages
     if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
@@ -318,32 +315,9 @@ def _check_schedule(layout: Layout) -> None:
         )
 
 
-def explicit_costs(layout: Layout) -> list[float] | None:
-    """Return the six seconds of --schedule-costs, or None for planned and measured.
-
-    They are the seconds of F, B and W (forward, gradient of the input, gradient of the weights) of
-    a block, then of the head; the option has microseconds. Raise UserError for any other text.
-    """
-    text = layout.schedule_costs
-    if text in ("planned", "measured"):
-        return None
-    with contextlib.suppress(ValueError):
-        costs = [1e-6 * float(part) for part in text.split(",")]
-        if len(costs) == 6 and all(0 < cost < math.inf for cost in costs):
-            return costs
-    went = ": the planner's seconds (planned) replace counted FLOPs" if text == "counted" else ""
-    raise UserError(
-        "--schedule-costs is planned, measured, or six numbers above 0 like 11,13,8,26,17,16, "
-        f"not {text!r}{went}"
-    )
-
-
 def _check_auto(layout: Layout) -> None:
     """Raise UserError if options of --schedule auto do not go with the schedule."""
     name = layout.schedule
-    costs = layout.schedule_costs
-    if name != "auto" and costs != "planned":
-        raise UserError(f"--schedule-costs {costs} needs --schedule auto, not {name}")
     if name == "auto" and layout.recompute_blocks is not None:
         raise UserError(
             f"recompute_blocks {layout.recompute_blocks} is about given stages, and --schedule "

@@ -39,7 +39,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "pad_vocab_multiple": (1, 4),
 }
 # Not varied: what follows from the others, and lists with a number for each stage.
-NOT_VARIED = ("virtual_stages", "schedule_costs", "recompute_blocks", *AXES)
+NOT_VARIED = ("virtual_stages", "recompute_blocks", *AXES)
 # An option that is new has the values that its declaration says.
 VALUES |= {
     field.name: (field.default, *examples(field)[:2])
