@@ -47,6 +47,7 @@ from distributed.store import StoreExchange, first_given
 from inference.decoding import Decoder
 from inference.run_samples import RunSamples
 from inference.scoring import Scorer
+from layers import mixers
 from layers.attention import attention_kernel
 from model import Stage
 from optim import precision
@@ -130,7 +131,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     std = training.init_std
     sequence_parallel = layout.sequence_parallel
     factory = ParamFactory(mesh, dtype, device, training.seed, std, sequence_parallel, deferred)
-    factory = replace(factory, compile=config.run.compile)
+    factory = replace(factory, compile=config.run.compile, cp_mixer=layout.cp_mixer)
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
 
@@ -335,6 +336,7 @@ def _open_log(
     attention = attention_kernel(
         config.model, state.factory, config.layout.micro_batch_size, masked
     )
+    attention = "; ".join(filter(None, (attention, mixers.kernel_of(config.model, state.factory))))
     kernels = preflight.kernel_names(config, state.optimizer.kernel, attention, source)
     if config.data.eval_tasks:  # their texts share samples, under masks
         name = attention_kernel(config.model, state.factory, config.layout.micro_batch_size, True)

@@ -424,7 +424,7 @@ def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
         yield "embedding", stage.embedding
     blocks: Iterable[Any] = stage.blocks
     for number, block in enumerate(blocks, stage.spec.first):
-        yield f"blocks.{number}.attention", block.attention
+        yield f"blocks.{number}.{block.mixer_name}", block.mixer
         yield f"blocks.{number}.mlp", block.mlp
     if stage.head is not None:
         yield "head", stage.head

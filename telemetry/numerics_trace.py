@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from architecture.shape import ModelShape
 from config.schema import Config
 from data import Batch, Samples, first_of_micro_batch
 from parallel import ParamFactory
@@ -52,14 +53,14 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the type by an el
 GRADIENT, BEFORE, AFTER = "gradient", "weights before", "weights after"
 
 
-def activation_names(layers: int) -> list[str]:
+def activation_names(model: ModelShape) -> list[str]:
     """Return the names of a model's activations and their gradients, in the order of execution.
 
-    layers: the number of the model's blocks.
+    A block's are those of its mixer, which is attention in most models, and its own.
     """
     outputs = ["embedding"]
-    for block in range(layers):
-        outputs += [f"blocks.{block}.attention", f"blocks.{block}"]
+    for block in range(model.layers):
+        outputs += [f"blocks.{block}.{model.mixer_of(block)}", f"blocks.{block}"]
     outputs.append("head.norm")
     gradients = [f"gradient of {name}" for name in reversed(outputs)]
     return ["tokens", *outputs, "labels", "loss", *gradients]
@@ -108,7 +109,7 @@ class NumericsTrace(Observer):
         self.observing: ExitStack | None = None  # what observes the running step; None: not traced
         self.response: Any = None  # the array `response` of the files, on rank 0
         self.response_step = 0  # the step in which the response was measured; 0: none yet
-        self.activations = activation_names(self.config.model.layers)
+        self.activations = activation_names(self.config.model)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
         # The names of the whole model's parameters: several ranks have a parameter of one name.
         names = [spec.name for spec in self.optimizer.specs]
@@ -402,7 +403,7 @@ def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for number, block in enumerate(stage.blocks, stage.spec.first):
-        yield f"blocks.{number}.attention", block.attention
+        yield f"blocks.{number}.{block.mixer_name}", block.mixer
         yield f"blocks.{number}", block
     if stage.head is not None:
         yield "head.norm", stage.head.norm
