@@ -526,7 +526,8 @@ def _keys_help(groups: Collection[str]) -> str:
             continue
         lines.append(f"[{group}]")
         for f in fields:
-            values = "|".join(map(str, f.metadata["choices"])) or f.type.__name__.upper()
+            kind: Any = f.type
+            values = "|".join(map(str, f.metadata["choices"])) or kind.__name__.upper()
             lines.append(f"{f.name}={values}")
             default = "" if f.default is None else f" (default: {_as_in_toml(f.default)})"
             indent = " " * 4
