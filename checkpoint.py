@@ -49,6 +49,7 @@ def continue_in_child() -> None:
 
 
 if __name__ == "__main__":
+    errors.begin_program()
     # The fork comes before the imports below: some of them start threads, which it does not copy.
     with errors.sentences():
         continue_in_child()

@@ -29,6 +29,10 @@ from dataclasses import replace
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from base import errors
+
+if __name__ == "__main__":
+    errors.begin_program()
+
 from base.cli import Parser
 from base.errors import UserError
 from base.paths import check_file, write_file

@@ -26,6 +26,7 @@ from distributed.early_end import StartWatch, ending_all_ranks
 watch = StartWatch()
 signals = None
 if __name__ == "__main__":
+    errors.begin_program()
     watch.begin()
 with ending_all_ranks(watch), errors.installed():
     from distributed.heap import share_heap
@@ -46,6 +47,7 @@ with ending_all_ranks(watch), errors.installed():
     from config.inherited import Inherited
     from config.run_paths import check_paths
     from config.schema import Config
+    from config.timeline import Timeline
     from config.validation import check
     from costs.run_size import elements_of_run
     from distributed.context import prepare
@@ -145,7 +147,7 @@ def check_data(config: Config) -> None:
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
     if not synthetic:
-        words = [options.data, *(phase.data for phase in config.phases_left)]
+        words = [options.data, *(phase.data for phase in Timeline(config).phases_left)]
         prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
         for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)

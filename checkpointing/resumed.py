@@ -27,6 +27,7 @@ from config.past import Branch, Past, from_text, new_run, to_text
 from config.phases import from_saved
 from config.run_options import Run
 from config.schema import GROUPS, Config
+from config.timeline import Timeline
 from corpora.usage import Usage
 from distributed.store import StoreExchange
 
@@ -207,7 +208,7 @@ def _order_of_older(saved: dict[str, Any]) -> tuple[int, ...]:
     shape = {name: model[name] for name in sizes if name in model}
     if not options or not shape:
         return ()
-    return (build(shape | options).total_samples,)
+    return (Timeline(build(shape | options)).total_samples,)
 
 
 # ---- When the ranks have met ---------------------------------------------------------------------

@@ -6,8 +6,10 @@ buffer_sizes    sizes of gradient buckets, and of the logits of a loss
 run_options     the options of training, data and run
 examples        values of an option that its declaration allows, for tests and random runs
 command_line    flags and TOML to a `Config`, with what was given
+timeline        when a run does what: batch, length and phase of a sample, its steps, its end
 past            what a resumed run has done before: total samples and steps
 phases          the phases of a run, and where each begins
+run_lengths     lengths that options give, compared with what the run consumes
 learning_rate   the rate of every step
 branches        a branch of a stable run in which the rate falls
 inherited       the options that a resumed run takes from its checkpoint

@@ -3,7 +3,7 @@
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
 Options with `file_only`, fine points that few people change, are keys of the file and have no
-flags: --set KEY=VALUE gives one on the command line.
+flags: --set KEY=VALUE gives one on the command line, as it gives every other key.
 Types, choices and limits are checked here; config/validation.py checks what depends on several
 options. Given options are those that a flag or the file sets; the others have their defaults.
 "Lacks" are sentences on the parts of a --model that the engine cannot train. GROUPS has the five
@@ -12,6 +12,7 @@ imported where they are used.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import operator
@@ -28,7 +29,7 @@ from base.cli import Parser, check_decoded, number, whole_number
 from base.errors import UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
-from config import phases
+from config import phases, run_lengths
 from config.inherited import Inherited
 from config.phases import PhasePlan
 from config.run_options import Run
@@ -147,7 +148,8 @@ def parse_request(
                 raise UserError(f"unknown argument {unknown[0]!r}: {hint}")
             raise UserError(_unknown("argument", names))
     by_flags = vars(flags)
-    by_flags |= _set_keys(by_flags.pop("set", ()))
+    by_set = by_flags.pop("set", ())
+    by_flags |= _set_keys(by_set, by_flags)
     file = by_flags.pop("config", None)
     by_file = _options_of_file(file) if file else {}
     for either in (BATCH_SIZES, LENGTHS):
@@ -183,6 +185,8 @@ def parse_request(
         plan, values = _with_plan(plan, values, given)
     config = build(values, lacks if plans else None, base)
     config = dataclasses.replace(config, past=taken.past, plan=plan)
+    if translation:  # a share of the run, whose length is known only now
+        config, given = translation.with_warmup(config, given)
     check_used(config, given)  # UserError if a given option has no effect
     if translation:
         translation.check_meaning(config.model, given)
@@ -194,6 +198,7 @@ def parse_request(
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     if taken.note:
         notes.append(taken.note)
+    notes += run_lengths.notes(config, given)
     # Notes may have texts of a model's or a checkpoint's files.
     shown = tuple(map(printable, notes))
     return Request(config, frozenset(given), shown, given.get("model"), taken)
@@ -243,38 +248,53 @@ def _with_plan(
     return plan, {k: v for k, v in values.items() if k not in ("steps", "train_samples")}
 
 
-def _set_keys(words: Collection[str]) -> dict[str, Any]:
-    """Return the values of --set KEY=VALUE ... by key, for keys of run files that have no flag."""
+def _set_keys(words: Collection[str], flags: Collection[str]) -> dict[str, Any]:
+    """Return the values of --set KEY=VALUE ... by key, each a key of run files.
+
+    flags: the names of options that have their own flag on the command line; a key may not be
+    given a second time.
+    """
     options = all_options()
     values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         name = key.replace("-", "_")
-        if name not in options:
+        if name not in {*options, "model"}:
             raise UserError(f"--set {word!a:.80}: {_unknown('key', [key])}")
-        field = options[name]
-        if not field.metadata["file_only"]:
-            raise UserError(f"--set {word}: {key} has a flag, {as_typed(field)}")
-        if name in values:
-            raise UserError(f"--set gives {name} twice: {values[name]} and {text}")
         if not equals:
             raise UserError(f"--set takes KEY=VALUE such as norm_eps=1e-6, not {word!r}")
-        values[name] = _value_of(text, field)
+        if name in flags:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} and --set {word} are one option: give one")
+        if name in values:
+            raise UserError(f"--set gives {name} twice: {values[name]} and {text}")
+        values[name] = _value_of(text, options[name]) if name in options else text
     return values
 
 
 def _value_of(text: str, field: dataclasses.Field[Any]) -> Any:
     """Return the value that a text stands for, of the field's type; true and false as in TOML.
 
-    Numbers may have units. A text that cannot be read is returned: `check_option` refuses it.
+    Numbers may have units. A list is one of TOML, or words with blanks between them. A text that
+    cannot be read is returned: `check_option` refuses it.
     """
+    if field.metadata["nargs"]:
+        with contextlib.suppress(ValueError):  # tomllib's error is one
+            if text.startswith("["):
+                return tuple(tomllib.loads(f"list = {text}")["list"])
+        return tuple(_one_value(word, field.metadata["item"]) for word in text.split())
+    return _one_value(text, field.type)
+
+
+def _one_value(text: str, kind: Any) -> Any:
+    """Return the value of this type that a text stands for, or the text if it cannot be read."""
     readers: dict[Any, Callable[[str], Any]] = {
         bool: lambda word: {"true": True, "false": False}.get(word, word),
         int: whole_number,
         float: number,
     }
     try:
-        return readers.get(field.type, str)(text)
+        return readers.get(kind, str)(text)
     except ValueError:
         return text
 
@@ -510,7 +530,7 @@ def _parser(
     if names is None:
         text = _keys_help(groups) if lists_models else ""
         section = parser.add_argument_group("keys of a run file that have no flag", text)
-        text = "a key of this list, such as norm_eps=1e-6"
+        text = "any option, by its key in a run file, such as norm_eps=1e-6"
         section.add_argument(
             "--set", nargs="+", action="extend", metavar="KEY=VALUE", help=text, **absent
         )

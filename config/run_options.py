@@ -136,9 +136,10 @@ class Training:
     )
     muon_momentum: float = option(0.95, "Muon's momentum", minimum=0.0, below=1.0, needs=IS_MUON)
     muon_qkv: str = option(
-        "split",
-        "Muon updates q, k and v apart, as one matrix, or each head of them apart",
-        choices=("split", "joint", "head"),
+        "projection",
+        "matrices that Muon updates: each projection, with latent attention kv_a and kv_b; split: "
+        "these two divided; head: each head apart; joint: q, k and v as one",
+        choices=("projection", "split", "joint", "head"),
         needs=IS_MUON,
         file_only=True,
     )

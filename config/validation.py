@@ -16,8 +16,10 @@ from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
 from base.options import Needs, as_typed
 from config.phases import prefixes_of
+from config.run_lengths import check_rate
 from config.run_options import Run, parse_eval_sets, parse_task_files
 from config.schema import ELEMENTWISE, Config, Layout, Training
+from config.timeline import Timeline
 
 
 def check(config: Config, ranks: int, name: str = "ranks") -> Config:
@@ -29,9 +31,10 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
-    check_batches(config)
-    _check_phases(config)
-    _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
+    timeline = Timeline(config)
+    check_batches(timeline)
+    _check_phases(timeline)
+    _ = timeline.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     parse_eval_sets(config.data.eval_data or ())
     parse_task_files(config.data.eval_tasks or ())
@@ -41,8 +44,8 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     _check_recomputed_counts(layout, config.model.layers)
     _check_auto(layout)
     _check_precision(config.training)
-    _check_length(config)
-    _check_run(config.run, config.total_steps)
+    _check_length(timeline)
+    _check_run(config.run, timeline.total_steps)
     if config.run.audit_every:
         _check_audits(config)
     return config
@@ -169,6 +172,8 @@ def _check_mixer(model: ModelShape) -> None:
 def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tp, or cp with --cp-mixer heads, cannot divide the heads of a mixer."""
     if model.mixer == "attention":
+        if layout.cp_mixer == "heads":
+            raise UserError("--cp-mixer heads is of blocks with a mixer, but mixer is attention")
         return
     tp, heads, name = layout.tp, model.mixer_key_heads, "mixer_key_heads"
     if model.mixer == "short_conv":
@@ -439,20 +444,21 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
         )
 
 
-def check_batches(config: Config) -> None:
+def check_batches(timeline: Timeline) -> None:
     """Raise UserError for the first batch size of this start that the layout cannot divide."""
-    for level in config.levels:
+    for level in timeline.levels:
         name = "global-batch-size"
         when = ""
         if level.consumed or level.steps:  # one of several batch sizes: say when it begins
             name = "batch"
             when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
-        check_batch(config.layout, name, level.batch, when)
+        check_batch(timeline.config.layout, name, level.batch, when)
 
 
-def _check_phases(config: Config) -> None:
+def _check_phases(timeline: Timeline) -> None:
     """Raise UserError if the phases of --phases cannot be trained as they are."""
-    for phase in config.phases_left:
+    config = timeline.config
+    for phase in timeline.phases_left:
         when = f" of phase {phase.name}"
         check_cut(config.layout, phase.length, when)
         words = " ".join(map(str, phase.data))
@@ -474,8 +480,8 @@ def _check_phases(config: Config) -> None:
         peak = training.lr if own.lr is None else own.lr
         if own.min_lr is not None and own.min_lr > peak:
             raise UserError(f"phase {phase.name}: min_lr({own.min_lr:g}) is above lr({peak:g})")
-    if len(config.lengths) > 1 and config.run.routing_file:
-        lengths = ", ".join(map(str, config.lengths))
+    if len(timeline.lengths) > 1 and config.run.routing_file:
+        lengths = ", ".join(map(str, timeline.lengths))
         raise UserError(
             f"--record-routing and --pin-routing take samples of one length, not of {lengths}"
         )
@@ -559,8 +565,9 @@ def _check_precision(training: Training) -> None:
         raise UserError(f"--optimizer {name} keeps fp32 masters: it cannot train in fp64")
 
 
-def _check_length(config: Config) -> None:
+def _check_length(timeline: Timeline) -> None:
     """Raise UserError if the run has no length, or two, or if the learning rate would rise."""
+    config = timeline.config
     training = config.training
     ends_by_plan = config.plan is not None and config.plan.train_tokens is not None
     if training.steps is not None and training.train_samples is not None:
@@ -568,9 +575,9 @@ def _check_length(config: Config) -> None:
     if training.steps is None and training.train_samples is None and not ends_by_plan:
         also = ", or train_tokens in the file of --phases" if config.plan else ""
         raise UserError(f"give one of --steps and --train-samples{also}; neither was given")
-    _check_end(config, ends_by_plan)
-    if config.total_steps == 0:
-        first = config.batches.batch(0)
+    _check_end(timeline, ends_by_plan)
+    if timeline.total_steps == 0:
+        first = timeline.batch_at(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
         if ends_by_plan and config.plan:
             end = f"train_tokens({config.plan.train_tokens})"
@@ -578,6 +585,7 @@ def _check_length(config: Config) -> None:
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
     if training.lr_schedule != "constant" and training.final_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")
+    check_rate(config)
     if training.lr_schedule == "inverse-square-root" and not training.lr_warmup_samples:
         raise UserError(
             "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "
@@ -585,17 +593,18 @@ def _check_length(config: Config) -> None:
         )
 
 
-def _check_end(config: Config, ends_by_plan: bool) -> None:
+def _check_end(timeline: Timeline, ends_by_plan: bool) -> None:
     """Raise UserError if the run is to end before what the checkpoint of --resume has done already.
 
     A run that is at its end is no mistake: a batch file may start it once more.
     """
+    config = timeline.config
     training, past, plan = config.training, config.past, config.plan
     if training.steps is not None:
         end, done, unit = training.steps, past.step, "steps"
         name = "steps"
     elif ends_by_plan and plan is not None and plan.train_tokens is not None:
-        end, done, unit = plan.train_tokens, config.tokens_at(past.samples), "tokens"
+        end, done, unit = plan.train_tokens, timeline.tokens_at(past.samples), "tokens"
         name = "train_tokens"
     elif training.train_samples is not None:
         end, done, unit = training.train_samples, past.samples, "samples"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from config.schema import Config, Layout
+from config.timeline import Timeline
 from costs import memory
 from costs.job import Job
 from costs.partition_costs import blocks_of, costs_of, reference, specs_of
@@ -74,12 +75,12 @@ class PricedSchedule:
 def decide(config: Config, kind: str) -> tuple[Config, PricedSchedule | None]:
     """Return the config with `--schedule auto` replaced, and the choice (None if it was not auto).
 
-    The choice is made for the largest batch of this run: config.levels has the sizes that the batch
+    The choice is made for the largest batch of this run: Timeline.levels has the sizes that it
     takes in turn. kind: "cuda" or "cpu". Called at the start of a run.
     """
     if config.layout.schedule != "auto":
         return config, None
-    largest = max(level.batch for level in config.levels)
+    largest = max(level.batch for level in Timeline(config).levels)
     training = replace(config.training, global_batch_size=largest)
     layout, choice = decide_layout(Job(config.model, config.layout, training, reference(kind)))
     return replace(config, layout=layout), choice

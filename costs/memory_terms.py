@@ -332,6 +332,8 @@ def block_activations(job: Job, scores: Column) -> Column:
         numbers = numbers + model.attention_width / t  # attention's result
         numbers = numbers + attention_copies(job) * model.attention_width / t
         numbers = numbers + copied_width(job) / t
+        # A gate is kept with queries, keys and values; its sigmoid and the result before it too.
+        numbers = numbers + 3 * model.gate_width / t
     numbers = numbers + f * model.up_matrices / t  # the activation's input
     numbers = numbers + f / t  # the activation's result
     numbers = numbers + normed_width(model) / t  # inputs of the norms of queries and keys

@@ -11,6 +11,7 @@ heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,11 +242,13 @@ class Attention(nn.Module):
         self.d = model.head_size
         self.recompute = recompute
         self.mesh = factory.mesh
-        shape = (model.kv_heads, self.queries + 2, self.d)
         bias = model.qkv_bias
-        # An index of dimension 0 is a key/value head: its queries, its k and its v.
-        members = (("q", self.queries), ("k", 1), ("v", 1))
-        matrices = Matrices(parts=members, dim=1, heads=(0, 1))
+        # An index of dimension 0 is a key/value head: its queries, its k and its v, and its gates.
+        members = [("q", self.queries), ("k", 1), ("v", 1)]
+        if model.attention_gate:
+            members.append(("gate", self.queries))
+        matrices = Matrices(parts=tuple(members), dim=1, heads=(0, 1))
+        shape = (model.kv_heads, sum(count for _, count in members), self.d)
         self.qkv = ColumnLinear(
             factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias, matrices=matrices
         )
@@ -253,8 +256,10 @@ class Attention(nn.Module):
         # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
         rotates = block.rotary and self.norms is None
         self.split: Callable = _split_heads
-        if factory.compile and rotates:
-            self.split = factory.compile_for_training(_split_heads)
+        if model.attention_gate:
+            self.split = partial(_split_heads, gates=self.queries)
+        if factory.compile and (rotates or model.attention_gate):
+            self.split = factory.compile_for_training(self.split)
         elif factory.compile:
             self.split = _SplitHeads.apply
         inputs = model.heads * self.d
@@ -275,9 +280,9 @@ class Attention(nn.Module):
         Block.
         """
         if self.norms is None:
-            q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)
+            q, k, v, *gate = self.split(self.qkv(x), self.queries, self.d, rotary)
         else:  # norms of q and k come before the rotation, so the split must not rotate (None)
-            q, k, v = self.split(self.qkv(x), self.queries, self.d, None)
+            q, k, v, *gate = self.split(self.qkv(x), self.queries, self.d, None)
             q, k = self.norms(q, k)
             if rotary is not None:
                 q = rotate(q, rotary)
@@ -285,6 +290,8 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             q = q * self.query_factor
         mixed = self._mix(q, k, v, mask, cache)
+        if gate:
+            mixed = mixed * gate[0].sigmoid().flatten(2)
         return self.out(mixed)
 
     def _mix(
@@ -308,19 +315,25 @@ class Attention(nn.Module):
 
 
 def _split_heads(
-    qkv: Tensor, queries: int, d: int, rotary: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    queries: int,
+    d: int,
+    rotary: tuple[Tensor, Tensor] | None,
+    gates: int = 0,
 ) -> list[Tensor]:
     """Return q, (s, b, a, d), and k and v, (s, b, g, d), from the qkv matrix's output.
 
     qkv: (s, b, g (a/g + 2) d). queries: a/g, the query heads of each key/value head. rotary: tables
-    that turn q and k, or None.
+    that turn q and k, or None. gates: a/g with attention_gate, whose gates are a fourth result like
+    q, and a/g further rows of each key/value head in qkv; else 0.
     """
-    qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
-    parts = qkv.split((queries, 1, 1), -2)  # one split, so that backward concatenates once
-    q, k, v = (part.flatten(2, 3) for part in parts)
+    rows = (queries, 1, 1, gates) if gates else (queries, 1, 1)
+    qkv = qkv.unflatten(-1, (-1, sum(rows), d))  # s b g rows d
+    parts = qkv.split(rows, -2)  # one split, so that backward concatenates once
+    q, k, v, *gate = (part.flatten(2, 3) for part in parts)
     if rotary is None:
-        return [q, k, v]
-    return [rotate(q, rotary), rotate(k, rotary), v]
+        return [q, k, v, *gate]
+    return [rotate(q, rotary), rotate(k, rotary), v, *gate]
 
 
 class _SplitHeads(torch.autograd.Function):

@@ -21,6 +21,7 @@ from config import schema as configuration
 from config import validation
 from config.command_line import build
 from config.learning_rate import learning_rate
+from config.timeline import Timeline
 from costs import auto_schedule
 from distributed.context import Context
 from telemetry.replica_check import differing_replicas
@@ -81,8 +82,8 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
     numbers, config = [], state.config
     for _ in range(count):
         done = progress.consumed_samples
-        batch = config.batches.batch(done)
-        lr = learning_rate(config.training, done, config.total_samples, batch)
+        batch = Timeline(config).batch_at(done)
+        lr = learning_rate(config.training, done, Timeline(config).total_samples, batch)
         result = trainer.step(state, samples, done, lr)
         numbers.append([result.loss, None if result.skipped else result.grad_norm])
         progress = Progress(progress.iteration + 1, done + batch)

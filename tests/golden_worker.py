@@ -23,6 +23,7 @@ from config import buffer_sizes, validation
 from config import schema as configuration
 from config.command_line import build
 from config.learning_rate import learning_rate
+from config.timeline import Timeline
 from costs import auto_schedule
 from distributed.context import Context, start
 from distributed.launch import discover
@@ -53,10 +54,10 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
     state = trainer.build(config, context)
     prepare(state, splits.train)
     losses, norms, z_losses = [], [], []
-    for iteration in range(config.total_steps):
-        consumed = config.batches.consumed(iteration)
-        batch = config.batches.batch(consumed)
-        lr = learning_rate(training, consumed, config.total_samples, batch)
+    for iteration in range(Timeline(config).total_steps):
+        consumed = Timeline(config).batches.consumed(iteration)
+        batch = Timeline(config).batch_at(consumed)
+        lr = learning_rate(training, consumed, Timeline(config).total_samples, batch)
         result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -43,10 +43,10 @@ def train(config, context: Context, prepare) -> dict:
         )
     rows = []
     lr = config.training.lr
-    for iteration in range(1, config.total_steps + 1):
-        consumed = config.batches.consumed(iteration - 1)
+    for iteration in range(1, state.timeline.total_steps + 1):
+        consumed = state.timeline.batches.consumed(iteration - 1)
         state.factory.mesh.recorder.begin_step(iteration)
-        batch = config.batches.batch(consumed)
+        batch = state.timeline.batch_at(consumed)
         step = observed_step(iteration, batch, consumed=consumed, lr=lr)
         observer.before_step(step)
         result = trainer.step(state, splits.train, consumed, lr)

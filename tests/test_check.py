@@ -4,7 +4,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 
@@ -377,7 +376,7 @@ def test_the_operations_of_an_average_of_weights_are_those_of_the_update_and_its
 def test_thresholds_are_where_they_are_said_to_be():
     """A constant that has moved would leave its path unchecked."""
     for (module, name), value in SMALL.items():
-        there = getattr(import_module(module), name)
+        there = getattr(module, name)
         assert (there["cpu"] if isinstance(there, dict) else there) > (
             value["cpu"] if isinstance(value, dict) else value
         )

@@ -17,6 +17,7 @@ from base.errors import UserError
 from config.command_line import parse, parse_request, to_words
 from config.schema import GROUPS, Config
 from config.spelling import preset
+from config.timeline import Timeline
 from config.validation import check, is_met
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
@@ -167,6 +168,49 @@ def test_keys_without_flags_come_from_a_run_file_or_from_set_and_go_into_words(t
     assert configure(f"{' '.join(words)} --steps 3").model == written.model
     given = parse_request(f"{base} {' '.join(words[words.index('--set') :])}".split()).given
     assert given >= KEYS.keys()
+
+
+BY_KEY = {
+    "kv_heads=2": "--kv-heads 2",
+    "hidden=64 heads=8": "--hidden 64 --heads 8",
+    "train_samples=2k": "--train-samples 2k",
+    "lr=1e-3 min_lr=0": "--lr 1e-3 --min-lr 0",
+    "bias=false norm_eps=1e-6": "--no-bias --set norm_eps=1e-6",
+    "reset-attention=true eod_token=0": "--reset-attention --eod-token 0",
+    "optimizer=muon muon_qkv=head": "--optimizer muon --set muon_qkv=head",
+    "rampup_batch_size=[2,2,16]": "--rampup-batch-size 2 2 16",
+    "batch_tokens=1Ki seq_length=64": "--batch-tokens 1Ki --seq-length 64",
+    "model=gpt2-124m": "--model gpt2-124m",
+    "precision=auto": "--precision auto",
+    "out=runs/a": "--out runs/a",
+}
+
+
+@pytest.mark.parametrize("keys", BY_KEY)
+def test_set_gives_any_option_by_its_key(keys):
+    base = ["--layers", "1", "--hidden", "32", "--heads", "4", "--steps", "2"]
+    names = {word.partition("=")[0] for word in keys.split()}
+    if "hidden" in names:
+        base = [*base[:2], *base[6:]]
+    if "train_samples" in names:
+        base = base[:-2]
+    found = parse_request([*base, "--set", *keys.split()])
+    expected = parse_request([*base, *BY_KEY[keys].split()])
+    assert (found.config, found.given) == (expected.config, expected.given)
+
+
+def test_a_key_of_several_values_may_have_blanks_and_is_given_once():
+    base = ["--layers", "1", "--hidden", "32", "--heads", "4", "--steps", "2"]
+    found = parse([*base, "--set", "rampup_batch_size=2 2 16", "skip_samples=0:4 6:8"])
+    assert found.training.rampup_batch_size == (2, 2, 16)
+    assert found.data.skip_samples == ("0:4", "6:8")
+    for words in (
+        "--lr 1 --set lr=2",
+        "--bias --set bias=false",
+        "--num-query-groups 2 --set kv_heads=4",
+    ):
+        with pytest.raises(UserError, match="are one option: give one"):
+            parse([*base, *words.split()])
 
 
 def test_the_help_has_a_flag_for_each_option_but_for_the_keys_of_run_files(capsys):
@@ -340,6 +384,6 @@ def test_the_run_files_are_runs(path):
     places = nodes or re.search(r"mpirun -n (\d+)", text)
     ranks = math.prod(map(int, places.groups()))
     run = check(parse(["--config", str(path)]), ranks)
-    tokens = run.total_samples * run.model.seq_length
+    tokens = Timeline(run).total_samples * run.model.seq_length
     said = re.search(r"# ([\d.]+) B tokens, ([\d,]+) steps", text)
-    assert (f"{tokens / 1e9:.1f}", f"{run.total_steps:,}") == said.groups()
+    assert (f"{tokens / 1e9:.1f}", f"{Timeline(run).total_steps:,}") == said.groups()

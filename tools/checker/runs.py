@@ -120,12 +120,12 @@ def _train(
     answer = RunAnswer()
     recorder.begin(done.iteration)  # the weights that were drawn, or the state that was loaded
     recorder.end()
-    for iteration in range(done.iteration + 1, config.total_steps + 1):
+    for iteration in range(done.iteration + 1, state.timeline.total_steps + 1):
         begin = done.consumed_samples
-        batch = config.batches.batch(begin)
+        batch = state.timeline.batch_at(begin)
         mesh.recorder.begin_step(iteration)
         recorder.begin(iteration)
-        lr = rate_at(config, begin, done.skipped_samples, batch)
+        lr = rate_at(state.timeline, begin, done.skipped_samples, batch)
         result = trainer.step(state, splits.train, begin, lr)
         recorder.numbers(loss=result.loss, gradient_norm=result.grad_norm)
         recorder.end()
