@@ -57,7 +57,7 @@ class Matrices:
     def boxes(self, shape: tuple[int, ...], mode: str) -> list[tuple[str, Box]]:
         """Return the name, "" for a single matrix, and the box of each matrix of a global tensor.
 
-        mode: the value of --muon-qkv. joint: `parts` and `heads` are not divided; projection:
+        mode: the value of muon_qkv. joint: `parts` and `heads` are not divided; projection:
         `parts` are, unless they are one projection; split: `parts` are; head: both are. Raise
         ValueError if the parts are not the whole dimension.
         """

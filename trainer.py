@@ -30,6 +30,7 @@ from config.phases import PlacedPhase
 from config.schema import Config
 from config.timeline import Timeline
 from corpora.tasks import TaskSet, read_tasks
+from costs import auto_schedule
 from costs.partition_costs import part_costs
 from distributed import preflight
 from distributed.context import Context, start
@@ -61,7 +62,6 @@ from telemetry.log import Log
 from telemetry.loss_monitor import make_monitor, skip_earlier_spikes
 from telemetry.numerics_trace import NumericsTrace
 from telemetry.observer import Observer, Step
-from telemetry.pass_times import decide_schedule
 from telemetry.replica_check import ReplicaCheck
 from telemetry.routing_file import RoutingFile
 from telemetry.saving import Saving
@@ -322,7 +322,7 @@ def decide(config: Config, context: Context | None) -> tuple[Config, str, list[s
     # `find_past` reads on rank 0 what was done before: other nodes may not see it yet.
     config = replace(config, layout=layout, past=Past())
     config, precision_line = precision.decide(config, context)
-    config, notes = decide_schedule(config, context)
+    config, notes = auto_schedule.decide_with_note(config, context.device.type)
     return config, precision_line, notes
 
 

@@ -2,8 +2,8 @@
 
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
-Options with `file_only`, fine points of an architecture, are keys of the file and have no flags:
---set KEY=VALUE gives one on the command line, as it gives every other key.
+Options with `file_only`, fine points that few people change, are keys of the file and have no
+flags: --set KEY=VALUE gives one on the command line, as it gives every other key.
 Types, choices and limits are checked here; config/validation.py checks what depends on several
 options. Given options are those that a flag or the file sets; the others have their defaults.
 "Lacks" are sentences on the parts of a --model that the engine cannot train. GROUPS has the five
@@ -17,6 +17,7 @@ import dataclasses
 import math
 import operator
 import re
+import textwrap
 import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection, Mapping
@@ -423,8 +424,9 @@ def _without_flag(word: str) -> str:
     kind: Any = field.type
     value = value or kind.__name__.upper()
     in_toml = f'"{value}"' if kind is str else value
+    group = next(g for g, cls in GROUPS.items() if field in dataclasses.fields(cls))
     return (
-        f"{flag} is a key of [model] in a run file: write {field.name} = {in_toml} into the file "
+        f"{flag} is a key of [{group}] in a run file: write {field.name} = {in_toml} into the file "
         f"of --config, or give --set {field.name}={value}"
     )
 
@@ -456,7 +458,7 @@ def to_words(
         if field.name == "expert_ffn_hidden" and group.experts == 1:  # no effect without experts
             continue
         if field.metadata["file_only"]:
-            keys.append(f"{field.name}={str(value).lower() if field.type is bool else value}")
+            keys.append(f"{field.name}={_as_in_toml(value)}")
         elif isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
@@ -542,22 +544,44 @@ def _parser(
         for f in fields:
             if not f.metadata["file_only"]:
                 _add_flag(section, f)
-        if keys := [f.name for f in fields if f.metadata["file_only"]]:
-            _add_set(section, keys)
+    if names is None:
+        text = _keys_help(groups) if lists_models else ""
+        section = parser.add_argument_group("keys of a run file that have no flag", text)
+        text = "any option, by its key in a run file, such as norm_eps=1e-6"
+        section.add_argument(
+            "--set", nargs="+", action="extend", metavar="KEY=VALUE", help=text, **absent
+        )
     return parser
 
 
-def _add_set(section: Any, keys: list[str]) -> None:
-    """Add --set to `section`, for the options without flags, `keys`."""
-    section.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        metavar="KEY=VALUE",
-        default=argparse.SUPPRESS,
-        help="any option, by its key in a run file; keys of [model] that have no flag: "
-        f"{', '.join(keys)}",
-    )
+def _keys_help(groups: Collection[str]) -> str:
+    """Return the lines of help of the options without a flag in `groups`, keys of GROUPS."""
+    lines = []
+    for group, cls in GROUPS.items():
+        fields = [f for f in dataclasses.fields(cls) if f.metadata["file_only"]]
+        if not fields or group not in groups:
+            continue
+        lines.append(f"[{group}]")
+        for f in fields:
+            kind: Any = f.type
+            values = "|".join(map(str, f.metadata["choices"])) or kind.__name__.upper()
+            lines.append(f"{f.name}={values}")
+            default = "" if f.default is None else f" (default: {_as_in_toml(f.default)})"
+            indent = " " * 4
+            lines.append(
+                textwrap.fill(
+                    f.metadata["help"] + default,
+                    76,
+                    initial_indent=indent,
+                    subsequent_indent=indent,
+                )
+            )
+    return "\n".join(lines)
+
+
+def _as_in_toml(value: Any) -> Any:
+    """Return a value as a run file and --set have it: true and false for a bool."""
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def add_options(parser: argparse.ArgumentParser, names: Collection[str], title: str) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from architecture.shape import ModelShape
+from base.options import as_typed
 from config.past import Past
 from config.phases import PhasePlan
 from config.run_options import LOSS_SCALE, Data, Training
@@ -69,15 +70,15 @@ class Inherited:
 
 def _named(options: Mapping[str, Any]) -> list[str]:
     """Return the options that are no defaults, as texts."""
-    fields = {f.name: f.default for cls in (Training, Data) for f in dataclasses.fields(cls)}
+    fields = {f.name: f for cls in (Training, Data) for f in dataclasses.fields(cls)}
     named = []
     for name, value in options.items():
         value = tuple(value) if isinstance(value, list) else value
-        if value == fields[name] or name == "precision":
+        if value == fields[name].default or name == "precision":
             continue
         values = value if isinstance(value, tuple) else (value,)
         text = "" if value is True else f" {' '.join(map(str, values))}"
-        named.append(name.replace("_", "-") + text)
+        named.append(as_typed(fields[name]).removeprefix("--") + text)
     return named
 
 

@@ -85,7 +85,7 @@ def _rate_notes(timeline: Timeline) -> Iterator[str]:
         yield f"{name} leaves nothing of {end:,} samples to the decay: {_last_rate(timeline)}"
     elif warmup + fall > end:
         yield (
-            f"{name} and wsd's decay of {fall:,} (--lr-wsd-decay-samples) are longer than {end:,} "
+            f"{name} and wsd's decay of {fall:,} (lr_wsd_decay_samples) are longer than {end:,} "
             f"samples: the decay begins at the warm-up's end; {_last_rate(timeline)}"
         )
     elif falls and end > total:

@@ -513,7 +513,7 @@ FOUND = {
     # The one of two replicas that owns no tied matrix ended in an exception.
     "no matrix": (ADAFACTOR, "pp 2 dp 2"),
     # The ranks waited for each other for ever.
-    "blocking": (f"{GPT_16} --blocking", "pp 2"),
+    "blocking": (f"{GPT_16} --set blocking=true", "pp 2"),
 }
 
 
@@ -528,7 +528,7 @@ def test_defects_of_random_runs_are_mended(name):
 @pytest.mark.slow
 def test_muon_is_saved_in_fp64_at_once():
     """State that Muon's matrices do not have was written in fp32 among tensors of fp64."""
-    words = f"{GPT_16} --optimizer muon --save-every 1 --no-async-save --layouts 2 --ranks 2"
+    words = f"{GPT_16} --optimizer muon --save-every 1 --set async_save=false --layouts 2 --ranks 2"
     outcome = fork_one("check.py", *words.split(), timeout=600)
     assert outcome.status == 0, outcome.out + outcome.err
 
@@ -536,6 +536,6 @@ def test_muon_is_saved_in_fp64_at_once():
 @pytest.mark.slow
 def test_a_stage_without_blocks_ends_its_run(tmp_path):
     """The end of the run divided by the share of time of a stage that has no blocks."""
-    words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --check-speed-every 1 --out {tmp_path}"
+    words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --set check_speed_every=1 --out {tmp_path}"
     outcome = fork_ranks(3, *words.split())
     assert outcome.status == 0, outcome.err

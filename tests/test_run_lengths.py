@@ -70,8 +70,8 @@ LONG = {
     "--lr-warmup-samples 20": "the warm-up of 20 samples .* leaves nothing of 20 samples",
     "--lr-schedule constant --lr-warmup-samples 30": "warm-up of 30 samples .* the run's 20",
     "--lr-schedule inverse-square-root --lr-warmup-samples 30": "warm-up of 30 .* the run's 20",
-    "--lr-schedule wsd --lr-warmup-samples 12 --lr-wsd-decay-samples 10": "12 .* decay of 10 .* 20",
-    "--lr-schedule wsd --lr-wsd-decay-samples 30": "decay of 30 .* longer than 20 samples",
+    "--lr-schedule wsd --lr-warmup-samples 12 --set lr_wsd_decay_samples=10": "decay of 10 .* 20",
+    "--lr-schedule wsd --set lr_wsd_decay_samples=30": "decay of 30 .* longer than 20 samples",
     "--lr-decay-samples 40": "the decay ends at 40 samples .* after the run's 20 samples",
     "--lr-decay-style cosine --lr-decay-iters 10": "ends at 40 samples .* after the run's 20",
     "--rampup-batch-size 2 1 50": "the batch of 4 begins at 50 samples, and the run's 10 samples",
@@ -114,7 +114,7 @@ def test_phases_that_the_run_does_not_reach_or_whose_rate_does_not_fit(tmp_path)
         "",
         "--lr-warmup-samples 19",
         "--lr-schedule constant --lr-warmup-samples 20",
-        "--lr-schedule wsd --lr-warmup-samples 10 --lr-wsd-decay-samples 10",
+        "--lr-schedule wsd --lr-warmup-samples 10 --set lr_wsd_decay_samples=10",
         "--lr-decay-samples 20",
         "--rampup-batch-size 2 1 8",
         "--skip-samples 4:8",
@@ -129,7 +129,7 @@ def test_what_fits_has_no_note(words):
 NEVER = {
     "--lr-warmup-samples 20 --lr-decay-samples 10": r"lr-warmup-samples\(20\) is not below lr",
     "--lr-warmup-iters 5 --lr-decay-iters 5": r"lr-warmup-samples\(20\) is not below .*\(20\)",
-    "--lr-schedule wsd --lr-warmup-samples 8 --lr-wsd-decay-samples 8 --lr-decay-samples 12": (
+    "--lr-schedule wsd --lr-warmup-samples 8 --set lr_wsd_decay_samples=8 --lr-decay-samples 12": (
         r"\(8\) \+ lr-wsd-decay-samples\(8\) = 16 is more than lr-decay-samples\(12\)"
     ),
     "--lr-warmup-fraction 10": "is a share of the run from 0 to 1, not 10",
