@@ -317,12 +317,12 @@ def decide(config: Config, context: Context | None) -> tuple[Config, str, list[s
     Return the configuration, a line about the precision, and lines for the log. context: None for
     a world of one rank on the CPU.
     """
-    on_gpu = context is not None and context.device.type == "cuda"
-    layout = config.layout.automatic(config.model.seq_length, on_gpu)
+    device = "cpu" if context is None else context.device.type
+    layout = config.layout.automatic(config.model.seq_length, device == "cuda")
     # `find_past` reads on rank 0 what was done before: other nodes may not see it yet.
     config = replace(config, layout=layout, past=Past())
     config, precision_line = precision.decide(config, context)
-    config, notes = auto_schedule.decide_with_note(config, context.device.type)
+    config, notes = auto_schedule.decide_with_note(config, device)
     return config, precision_line, notes
 
 
