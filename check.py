@@ -10,7 +10,7 @@ All of train.py's options are taken, and these:
     --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
     --ranks N         most ranks of a layout; default: 4, or 8 if there are 8 cores
     --minutes M       start no further layout after this many minutes
-    --all             run all layouts; else a difference ends the check when 6 layouts have run
+    --all             run all layouts; else a difference ends the check when 12 layouts have run
     --random N        check N random configurations, each in --layouts layouts (default: 2);
                       the only option of train.py that goes with it is --seed, which draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
@@ -57,7 +57,8 @@ with errors.installed():
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
-ENOUGH = 6  # layouts that tell where a difference comes from
+# Layouts that tell where a difference comes from, and if there are two: those of one axis or option.
+ENOUGH = 12
 OWN: tuple[str, ...] = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
 OWN += ("--at-once", "--cuda", "--cluster")
 OF_TRAIN = ("--layers",)

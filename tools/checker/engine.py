@@ -9,6 +9,7 @@ first, or why the run has no result.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from base.errors import UserError
 from config.schema import Config, Layout
-from tools.checker.compare import Difference, Reference, first_difference
+from tools.checker.compare import LOADS, Difference, Reference, first_difference, relative
 from tools.checker.layouts import ranks_of
 from tools.checker.ranks import Failure, Worlds
 from tools.checker.runs import CheckedRun, RunAnswer, Worker
@@ -69,14 +70,14 @@ def _others(
     reference: Reference, one: RunAnswer, answers: list[RunAnswer], begin: int
 ) -> Iterator[str]:
     """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
-    first, most = answers[0], reference.tolerance
+    first = answers[0]
     for name, loss in one.evaluated.items():
         other = first.evaluated.get(name, float("nan"))
-        if not abs(other - loss) <= most * abs(loss):
+        if reference.differs((-1, "number", name), relative(other, loss)):
             yield f"{name} loss: {other:.12g} for {loss:.12g}"
     for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
-        if not all(abs(a - b) <= most * abs(a) for a, b in zip(loads, others)):
-            yield f"loads of experts of step {step}: {others} for {loads}"
+        if reference.differs((step, "number", LOADS), max(map(relative, others, loads), default=0)):
+            yield f"{LOADS} of step {step}: {others} for {loads}"
             break
     for sentence in [x for answer in answers for x in answer.unequal][:1]:
         yield f"replicas: {sentence}"
@@ -123,8 +124,15 @@ class Engine:
         if isinstance(answers, Failure):
             raise UserError(f"the run on one rank fails: {answers.text}")
         (self.one,) = answers
+        for step, loss in enumerate(self.one.losses, 1):
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"on one rank the loss of step {step} is {loss}, so that nothing can be "
+                    f"compared: check options that a small run takes as they are, such as --adam-eps"
+                )
         precision = self.config.training.precision
-        self.reference = Reference(self.one.pieces, self.one.aliases, precision)
+        one = self.one
+        self.reference = Reference(one.pieces, one.aliases, precision, one.rounding)
         self.one.pieces = []
         worker = Worker(self.reference)
         self.worlds = Worlds(worker, self.plain, self.at_once, limit)

@@ -21,8 +21,16 @@ from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
 from tools.checker.alone import findings
-from tools.checker.compare import Reference, SeenPieces
+from tools.checker.compare import Reference, Rounding, SeenPieces
 from tools.checker.recorder import Piece, Recorder
+from tools.checker.rounding import (
+    DRAWS,
+    growth_of,
+    growth_of_answers,
+    hold_as_measured,
+    hold_what_rounding_moves,
+    last_bits_flipped,
+)
 from tools.checker.shrink import LEAST_BUCKET
 from tools.checker.thresholds import small_thresholds
 
@@ -46,7 +54,8 @@ class RunAnswer:
 
     losses, norms, loads: of every step. evaluated: the losses of evaluations by name. unequal:
     replicas that differ. seen: how its tensors compare with one rank's. pieces, aliases: of the
-    recorder, if there is nothing to compare with; then also `alone`: what is wrong on one rank.
+    recorder, if there is nothing to compare with; then also `alone`: what is wrong on one rank, and
+    `rounding`: what was measured of it.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -58,6 +67,7 @@ class RunAnswer:
     pieces: list[Piece] = field(default_factory=list)
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
     alone: list[str] = field(default_factory=list)
+    rounding: Rounding = field(default_factory=Rounding)
 
 
 class Worker:
@@ -66,7 +76,8 @@ class Worker:
     def __init__(self, reference: Reference | None = None, looks_alone: bool = True):
         """reference: the run of one rank; None: that is the run to do, and its pieces come back.
 
-        looks_alone: whether the one rank also checks itself (alone.py), on CPUs.
+        looks_alone: whether the one rank also checks itself (alone.py), on CPUs, and measures its
+        rounding (rounding.py).
         """
         self.reference, self.looks_alone = reference, looks_alone
 
@@ -82,20 +93,55 @@ class Worker:
         config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
         config, _ = pass_times.decide_schedule(config, context)
         splits = data.build(config)
+        answer, recorder = self._run(config, context, job, splits, chosen)
+        if self.reference is not None:
+            answer.seen = SeenPieces.by(
+                self.reference, recorder.pieces, config.layout.tp, recorder.mesh
+            )
+            return answer
+        answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
+        if self.looks_alone and config.training.precision == "fp64":
+            answer.rounding = self._rounding(config, context, job, splits, answer)
+            answer.alone = list(findings(config, context))
+        return answer
+
+    def _run(
+        self, config: Config, context: Context, job: CheckedRun, splits: data.Splits, chosen: Any
+    ) -> tuple[RunAnswer, Recorder]:
+        """Do a run, and return its answer and what was recorded of it."""
         state = trainer.build(config, context, LEAST_BUCKET)
         recorder = Recorder(state)
+        if self.reference is not None:
+            hold_as_measured(state, recorder, self.reference)
         try:
-            answer = _train(state, recorder, splits, context, job, chosen)
+            return _train(state, recorder, splits, context, job, chosen), recorder
         finally:
             state.reader.close()
-        if self.reference is None:
-            answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
-            if self.looks_alone and config.training.precision == "fp64":
-                answer.alone = list(findings(config, context))
-        else:
-            tp = config.layout.tp
-            answer.seen = SeenPieces.by(self.reference, recorder.pieces, tp, state.factory.mesh)
-        return answer
+
+    def _rounding(
+        self,
+        config: Config,
+        context: Context,
+        job: CheckedRun,
+        splits: data.Splits,
+        one: RunAnswer,
+    ) -> Rounding:
+        """Run again with other last bits, and return how far this moves the tensors of `one`."""
+        reference = Reference(one.pieces, one.aliases, config.training.precision)
+        found = Rounding()
+        for draw in range(DRAWS):
+            state = trainer.build(config, context, LEAST_BUCKET)
+            try:
+                with last_bits_flipped(state, draw) as flip_weights:
+                    recorder = Recorder(state)
+                    hold_what_rounding_moves(state, recorder, reference)
+                    again = _train(state, recorder, splits, context, job, None, flip_weights)
+            finally:
+                state.reader.close()
+            held = {(step, name) for step, name, _ in recorder.updates}
+            found.add(growth_of(reference, recorder.pieces), held)
+            found.add(growth_of_answers(one, again), set())
+        return found
 
 
 def _train(
@@ -105,6 +151,7 @@ def _train(
     context: Context,
     job: CheckedRun,
     chosen: Any,
+    before_step: Callable[[], None] = lambda: None,
 ) -> RunAnswer:
     """Do the steps of a run. chosen: the checkpoint to go on from, if any."""
     config, mesh = state.config, state.factory.mesh
@@ -123,6 +170,7 @@ def _train(
         batch = config.batches.batch(begin)
         mesh.recorder.begin_step(iteration)
         recorder.begin(iteration)
+        before_step()
         lr = rate_at(config, begin, done.skipped_samples, batch)
         result = trainer.step(state, splits.train, begin, lr)
         recorder.numbers(loss=result.loss, gradient_norm=result.grad_norm)

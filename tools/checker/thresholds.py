@@ -23,7 +23,7 @@ SMALL: dict[tuple[str, str], Any] = {
     ("architecture.dispatch", "LEAST_SPARED"): 0.0,
     ("distributed.collectives", "SHORT_BYTES"): 2**12,
     ("distributed.collectives", "EXCHANGE_BYTES"): 2**14,
-    ("loss", "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
+    ("layers.loss", "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
     ("optim.muon", "BATCH_ELEMENTS"): 4000,
     ("parallel", "DRAWN_ON_CPU"): 1000,
     ("parallel", "DRAWN_AT_ONCE"): 1000,
