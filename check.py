@@ -57,7 +57,7 @@ with errors.installed():
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
-# Layouts that tell where a difference comes from, and if there are two: those of one axis or option.
+# Layouts that tell where a difference comes from, and if there are two: those of one setting.
 ENOUGH = 12
 OWN: tuple[str, ...] = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
 OWN += ("--at-once", "--cuda", "--cluster")

@@ -8,8 +8,8 @@ uses the faulty code, and what check.py must print. A fault is found if check.py
 Its tensor is named if the line of the first tensor matches, and its operation if the lines of the
 operations between that tensor and the last equal one, or of the likely cause, match.
 
-With --rule the copies have an update rule of check_rules.toml too, with --optimizer every run has that
-one; such results are for the screen, and write no results file.
+With --rule the copies have an update rule of check_rules.toml too, with --optimizer every run has
+that one; such results are for the screen, and write no results file.
 
 Results are kept in RESULTS.jsonl, so that the list can be run in parts. Each part writes
 results/check.md.

@@ -128,7 +128,7 @@ class Engine:
             if not math.isfinite(loss):
                 raise UserError(
                     f"on one rank the loss of step {step} is {loss}, so that nothing can be "
-                    f"compared: check options that a small run takes as they are, such as --adam-eps"
+                    f"compared: look at options that the small run keeps, such as --adam-eps"
                 )
         precision = self.config.training.precision
         one = self.one
