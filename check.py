@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ with errors.installed():
     from config.schema import Config, Layout
     from distributed import local_ranks
     from distributed.placement import allowed_cores
-    from tools.checker.layouts import cover, ranks_of, read, some, to_resume
+    from tools.checker.layouts import cover, ranks_of, read, some, to_resume, with_given
     from tools.checker.shrink import shrink, unsaid
 
 MODEL = "gpt2-124m"  # the run if no options are given
@@ -100,7 +100,13 @@ def main(arguments: list[str]) -> int:
         lines += unsaid(request.config, small, request.given, lines)
         validation.check(small, 1)
         chosen = [read(text, small) for text in given.layout or ()]
-        chosen = chosen or cover(small, ranks, given.layouts)
+        wanted = _given_layout(request)
+        if chosen and wanted:
+            lines.append(f"without {_flags(wanted)}: the layouts are those of --layout")
+        if not chosen:
+            chosen = cover(small, ranks, given.layouts)
+            chosen, lines_on_given = with_given(small, ranks, chosen, wanted)
+            lines += lines_on_given
         if not chosen:
             raise UserError(f"this run has no layout but one rank, on up to {ranks} ranks")
         for note in request.notes:
@@ -113,6 +119,18 @@ def main(arguments: list[str]) -> int:
             print(f"small: {text}")
         sys.stdout.flush()
         return _check(small, chosen, given, Path(folder))
+
+
+def _given_layout(request: Request) -> dict[str, Any]:
+    """Return the options of a layout that the user gave, without those that leave it open."""
+    fields = {field.name for field in dataclasses.fields(Layout)} & set(request.given)
+    values = {name: getattr(request.config.layout, name) for name in sorted(fields)}
+    return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def _flags(names: Iterable[str]) -> str:
+    """Return options as a user writes them."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _check_options(given: Namespace) -> None:
@@ -218,9 +236,7 @@ def _request(arguments: list[str]) -> Request:
 
     if not any(word.lstrip("-").partition("=")[0] in ("config", *SHAPE) for word in arguments):
         arguments = ["--model", MODEL, *arguments]
-    request = parse_request(arguments, __doc__ or "", defaults)
-    config = dataclasses.replace(request.config, layout=Layout())
-    return dataclasses.replace(request, config=config)
+    return parse_request(arguments, __doc__ or "", defaults)
 
 
 def _parser() -> Parser:

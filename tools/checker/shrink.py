@@ -113,9 +113,6 @@ def unsaid(
         yield ", ".join(changed)
     if without:
         yield f"without {', '.join(without)}"
-    if of_layout := [n for n in given if n in {f.name for f in dataclasses.fields(Layout)}]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_layout))
-        yield f"without {flags}: the check picks layouts, or takes those of --layout"
 
 
 def _model(model: ModelShape) -> ModelShape:
