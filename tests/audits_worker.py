@@ -19,13 +19,14 @@ from types import SimpleNamespace
 
 import audit_worker
 import golden_worker
+from observed_steps import observed_step
 
 import data
 import trainer
 from base.errors import NodeError
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
-from config import validation
+from config import buffer_sizes, validation
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry.audit import Audit
@@ -61,7 +62,12 @@ class Audited:
         began = time.perf_counter()
         self.state.factory.mesh.recorder.begin_step(self.iteration)
         consumed = self.config.batches.consumed(self.iteration - 1)
-        trainer.step(self.state, self.samples, consumed, self.config.training.lr)
+        batch = self.config.batches.batch(consumed)
+        step = observed_step(self.iteration, batch)
+        if self.audit:
+            self.audit.before_step(step)
+        result = trainer.step(self.state, self.samples, consumed, self.config.training.lr)
+        self.done = step, result
         self.seconds_of_steps += time.perf_counter() - began
 
     def audited(self, fault: dict) -> tuple[str, audit_worker.WrongProducts]:
@@ -72,7 +78,7 @@ class Audited:
         began = time.perf_counter()
         try:
             with mode:
-                self.audit.after(self.iteration)
+                self.audit.after_step(*self.done)
         except NodeError as error:
             return str(error), mode
         finally:
@@ -128,5 +134,5 @@ def drawn(source: random.Random, products: list[int]) -> dict:
 
 
 if __name__ == "__main__":
-    golden_worker.configuration.LEAST_BUCKET = 1
+    buffer_sizes.LEAST_BUCKET = 1
     golden_worker.run_jobs(run_job)

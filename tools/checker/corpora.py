@@ -26,7 +26,7 @@ def small_data(data: Data, model: ModelShape, seed: int, folder: Path) -> tuple[
     """
     said = []
     changed: dict[str, Any] = {"eval_samples": SAMPLES, "eval_every": 0, "skip_samples": None}
-    changed |= {"stages": None, "eval_tasks": None}
+    changed |= {"phases": None, "eval_tasks": None}
     if data.skip_samples:
         said.append("--skip-samples is left out")
     if data.cache not in (None, "none"):

@@ -23,6 +23,8 @@ SMALL: dict[tuple[str, str], Any] = {
     ("architecture.dispatch", "LEAST_SPARED"): 0.0,
     ("distributed.collectives", "SHORT_BYTES"): 2**12,
     ("distributed.collectives", "EXCHANGE_BYTES"): 2**14,
+    ("layers.linear_recurrence", "BLOCK"): 3,
+    ("layers.linear_recurrence", "CHUNK"): 5,
     ("layers.loss", "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
     ("optim.muon", "BATCH_ELEMENTS"): 4000,
     ("parallel", "DRAWN_ON_CPU"): 1000,

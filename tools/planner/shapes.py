@@ -22,8 +22,8 @@ from costs import op_costs, time_terms
 from costs.job import Job
 from tools.planner import budget, layouts, model_sizes
 from tools.planner.enumeration import divisors
-from tools.planner.layout_table import columns
 from tools.planner.questions import BILLION, Answer, Question
+from tools.report.text_table import columns
 
 NEAR = 0.03  # shapes whose parameters are so near to the size are compared
 THINNEST, WIDEST = 60, 220  # hidden size over blocks of the shapes, as of published models
@@ -252,7 +252,7 @@ def _shape(question: Question, model: ModelShape, line: layouts.Ranked) -> Shape
 
 def _names(model: ModelShape) -> list[str]:
     """Return the names of a block's products, in the order of time_terms.matrices."""
-    first = [f"attention {n}" for n in range(len(model_stats.attention_matrices(model)) - 2)]
+    first = [f"attention {n}" for n in range(len(model_stats.mixer_matrices(model)) - 2)]
     return [*first, "q, k, v", "attention's output", "MLP's first", "MLP's second"]
 
 
