@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
         lines += unsaid(request.config, small, request.given, lines)
         validation.check(small, 1)
         chosen = [read(text, small) for text in given.layout or ()]
-        wanted = _given_layout(request)
+        wanted = given_layout(request)
         if chosen and wanted:
             lines.append(f"without {_flags(wanted)}: the layouts are those of --layout")
         if not chosen:
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
         return _check(small, chosen, given, Path(folder))
 
 
-def _given_layout(request: Request) -> dict[str, Any]:
+def given_layout(request: Request) -> dict[str, Any]:
     """Return the options of a layout that the user gave, without those that leave it open."""
     fields = {field.name for field in dataclasses.fields(Layout)} & set(request.given)
     values = {name: getattr(request.config.layout, name) for name in sorted(fields)}

@@ -8,6 +8,7 @@ ranks     worlds of ranks, forked from this process, that do one run after anoth
 runs      one run on one rank: its losses, its tensors, and what the recorder has seen
 recorder  every tensor of a step: inputs, outputs and gradients of modules, weights, state
 alone     what one rank can check by itself: what tokens see, gradients against losses
+rounding  how far rounding alone moves each tensor, and the updates that it decides
 compare   the first tensor of a run that is not one rank's
 causes    what such a difference usually is, and the operations before a tensor
 drawn     runs drawn at random, for --random

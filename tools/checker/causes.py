@@ -473,9 +473,14 @@ TRAITS: dict[str, Callable[[Layout], bool]] = {
 }
 
 
-# Traits that many layouts have for other reasons: named if no other one fits.
-GENERAL: tuple[str, ...] = ("dp x cp above 1", "more than one rank", "recomputation", "ZeRO 1 or 2")
-GENERAL += ("ZeRO 1, 2 or 3", "micro-batches of several samples")
+# Traits that say no more than others, if one of those fits too.
+IMPLIED = {
+    "dp x cp above 1": ("dp above 1", "cp above 1"),
+    "tp above 1 without sequence parallelism": ("tp above 1",),
+    "recomputation": ("recompute full", "recompute selective"),
+    "ZeRO 1 or 2": ("ZeRO 1", "ZeRO 2"),
+    "ZeRO 1, 2 or 3": ("ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 1 or 2"),
+}
 FITTING = 3  # traits that are named if the runs do not tell which it is
 
 
@@ -483,9 +488,8 @@ def own_traits(differing: Sequence[Layout], equal: Sequence[Layout]) -> list[str
     """Return the traits that all layouts that differ have, and none that is equal."""
     held = [name for name, has in TRAITS.items() if all(map(has, differing))]
     own = [name for name in held if not any(map(TRAITS[name], equal))]
-    own = [name for name in own if name not in GENERAL] or own
-    # "tp above 1 without sequence parallelism" says no more than "tp above 1".
-    return [name for name in own if not any(name.startswith(f"{other} ") for other in own)]
+    specific = [name for name in own if not set(IMPLIED.get(name, ())) & set(own)]
+    return [name for name in specific if name != "more than one rank"] or own
 
 
 def shared(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:

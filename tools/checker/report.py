@@ -144,10 +144,11 @@ def _rounding(reference: Reference) -> Iterator[str]:
     hidden = [key for key in keys if key not in held and reference.allowed(key) > JUDGED]
     if held:
         names = list(dict.fromkeys(name for _, _, name in held))
-        most = max(reference.rounding.growth[key] for key in held)
         some = ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" * (len(names) > MOST))
-        yield f"  rounding decides the update of {some}: by up to {most:.0e} of its largest element"
-        yield "           a fault in it alone is not seen; the next step begins with one rank's"
+        most = max(map(reference.allowed, held))
+        size = f" of less than {most:.0e} of its largest element" if most < 1 else ""
+        yield f"  rounding decides the update of {some}"
+        yield f"           a fault in one alone{size} is not seen; the next step has one rank's"
     if hidden:
         most = max(reference.rounding.growth[key] for key in hidden)
         yield (
