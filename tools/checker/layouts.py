@@ -270,7 +270,8 @@ def _changed(
 
 def _in_turn(layouts: Sequence[Layout], wanted: dict[str, Any]) -> list[Layout]:
     """Return the layouts in their order, those with a wanted option and those without in turn."""
-    having, others = [], []
+    having: list[Layout] = []
+    others: list[Layout] = []
     for layout in layouts:
         has = any(getattr(layout, name) == value for name, value in wanted.items())
         (having if has else others).append(layout)

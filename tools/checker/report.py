@@ -56,8 +56,8 @@ def verdict(
     yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending}"
     yield f"  result  {_results(wrong)}"
     equal = [x.layout for x in outcomes if x.is_equal and x.resumed_from is None]
-    for number, group in enumerate(separate(wrong, equal)):
-        if number:
+    for place, group in enumerate(separate(wrong, equal)):
+        if place:
             yield f"another difference, in {_count(len(group), 'layout')}:"
         differing = [outcome.layout for outcome in group if outcome.resumed_from is None]
         if differing:
