@@ -4,7 +4,7 @@
     python check.py --config RUN.toml                  the code that this run uses
     python check.py --model llama-3-8b --optimizer muon --layout "tp 2 dp 2 zero 2"
 
-All of train.py's options are taken, and these:
+All of train.py's options are taken, a layout's (--zero 3) for half of the layouts, and these:
 
     --layouts N       this many layouts; default: as many as cover every pair of axes and options
     --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
@@ -18,7 +18,7 @@ All of train.py's options are taken, and these:
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
-tensor of every step is compared with one rank's. Finally a run is saved in one layout and resumed
+tensor of every step is compared with one rank's. What rounding alone moves is measured, and said. Finally a run is saved in one layout and resumed
 in others. A difference is reported with the first tensor, in the order in which tensors are
 computed, the operations before it, and explanations that fit its values.
 

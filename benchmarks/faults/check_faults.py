@@ -1,4 +1,4 @@
-"""Plants eighty faults into copies of the code, and asks check.py, called as a user calls it.
+"""Plants faults into copies of the code, and asks check.py, called as a user calls it.
 
     python benchmarks/faults/check_faults.py --keep RESULTS.jsonl [--minutes 60] [--only WORD]
         [--rule lion | --optimizer muon]
