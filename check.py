@@ -34,8 +34,9 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ with errors.installed():
     from base.errors import UserError, nearest
     from config import validation
     from config.command_line import SHAPE, Request, parse_request
-    from config.schema import Config, Layout
+    from config.schema import Layout
     from distributed import local_ranks
     from distributed.placement import allowed_cores
-    from tools.checker.layouts import cover, ranks_of, read, some, to_resume
+    from tools.checker.layouts import some
     from tools.checker.shrink import shrink, unsaid
+    from tools.checker.variants import CheckPlan, plan_of
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
@@ -70,6 +72,7 @@ APART = {
     ("random", "cuda"): "random runs are compared in fp64, on CPUs",
 }
 SAVED_AFTER = 1  # the step after which the resumed run is saved
+NO_VERDICT, INTERRUPTED = 3, 130  # exit statuses
 
 
 def main(arguments: list[str]) -> int:
@@ -98,20 +101,14 @@ def main(arguments: list[str]) -> int:
         small, lines = shrink(request.config, Path(folder), given.cuda)
         lines += unsaid(request.config, small, request.given, lines)
         validation.check(small, 1)
-        chosen = [read(text, small) for text in given.layout or ()]
-        chosen = chosen or cover(small, ranks, given.layouts)
-        if not chosen:
+        precision = request.config.training.precision
+        plan = plan_of(small, precision, ranks, given.layouts, given.layout or ())
+        if not plan.every:
             raise UserError(f"this run has no layout but one rank, on up to {ranks} ranks")
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr)
-        number = f"{len(chosen)} layouts" if len(chosen) > 1 else "1 layout"
-        most = max(map(ranks_of, chosen))
-        precision = small.training.precision
-        print(f"{number} of up to {most} ranks, each against one rank in {precision}")
-        for text in lines:
-            print(f"small: {text}")
-        sys.stdout.flush()
-        return _check(small, chosen, given, Path(folder))
+        print(*plan.introduction(), *(f"small: {text}" for text in lines), sep="\n", flush=True)
+        return _check(plan, given, Path(folder))
 
 
 def _check_options(given: Namespace) -> None:
@@ -130,28 +127,22 @@ def _check_options(given: Namespace) -> None:
             raise UserError(f"give one of --{one} and --{other}: {why}")
 
 
-def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Path) -> int:
+def _check(plan: CheckPlan, given: Namespace, folder: Path) -> int:
     """Run the layouts, print a line for each and the verdict, and return the exit status."""
     began = time.monotonic()
     local_ranks.prepare()
     with errors.installed():
         from tools.checker.engine import Engine
-        from tools.checker.report import WIDTH, line, verdict
+        from tools.checker.report import WIDTH, line, simplest, verdict
 
-    until = began + 60.0 * given.minutes if given.minutes else None
+    until = began + 60.0 * given.minutes if given.minutes else float("inf")
     at_once = given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
     outcomes: list[Any] = []
-
-    def add(outcome: Any) -> None:
-        """Keep an outcome and print its line."""
-        outcomes.append(outcome)
-        print(line(outcome), flush=True)
-
-    with Engine(small, at_once) as runner:
+    status = 0
+    with Engine(plan.small, at_once, others=plan.others) as runner:
         one = runner.begin()
         losses = " ".join(f"{loss:.6f}" for loss in one.losses)
         print(f"{'losses':{WIDTH}s} one rank: {losses}", flush=True)
-
         for sentence in one.alone:
             print(f"{'WRONG':{WIDTH}s} one rank: {sentence}", flush=True)
 
@@ -159,21 +150,38 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
             """Return whether another layout may begin: in time, and if there is no verdict yet."""
             differs = any(not outcome.is_equal for outcome in outcomes) or one.alone
             has_verdict = differs and len(outcomes) >= ENOUGH and not given.all
-            return not has_verdict and (until is None or time.monotonic() < until)
+            return not has_verdict and time.monotonic() < until
 
-        for outcome in runner.run(chosen, may_begin):
-            add(outcome)
-        left = len(chosen) - len(outcomes)
-        if not given.layout and may_begin():
-            saved_by, going_on = to_resume(small, chosen)
-            for outcome in runner.resume(saved_by, going_on, SAVED_AFTER, folder / "run"):
-                add(outcome)
+        try:
+            for outcome in _outcomes(runner, plan, folder, may_begin):
+                outcomes.append(outcome)
+                print(line(outcome), flush=True)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+            print("interrupted; what has run until then:")
+        wrong = [outcome for outcome in outcomes if not outcome.is_equal]
+        reference = runner.reference_of(simplest(wrong)) if wrong else runner.reference
+        trained = [outcome for outcome in outcomes if outcome.resumed_from is None]
+        left = len(plan.every) - len(trained)
         seconds = time.monotonic() - began
-        for text in verdict(runner.reference, outcomes, left, seconds):
+        for text in verdict(reference, outcomes, left, seconds) if outcomes else ():
             print(text)
+        if len(trained) == len(outcomes):
+            print("not checked: a resume")
         for sentence in one.alone:
             print(f"WRONG on one rank too: {sentence}")
-        return int(bool(one.alone) or not all(x.is_equal for x in outcomes))
+        return status or int(bool(one.alone) or bool(wrong))
+
+
+def _outcomes(
+    runner: Any, plan: CheckPlan, folder: Path, may_begin: Callable[[], bool]
+) -> Iterator[Any]:
+    """Yield what came of each layout, and then of the runs that are saved and go on."""
+    yield from runner.run(plan.layouts, may_begin)
+    for number, each in enumerate(plan.resumes()):
+        if may_begin():
+            out = folder / f"run{number}"
+            yield from runner.resume(each.saved_by, each.going_on, SAVED_AFTER, out, each.variant)
 
 
 def _check_random(given: Namespace, ranks: int, seed: int) -> int:
@@ -237,5 +245,9 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    with errors.sentences():
-        sys.exit(main(sys.argv[1:]))
+    try:
+        with errors.sentences():
+            sys.exit(main(sys.argv[1:]))
+    except Exception:  # an error of this program is no verdict on the code that it checks
+        traceback.print_exc()
+        sys.exit(NO_VERDICT)

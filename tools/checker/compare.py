@@ -5,9 +5,11 @@
     difference = first_difference(reference, seen)      the rank's together, or None
 
 A tensor differs if an element is off by more than TOLERANCES of the tensor's largest element. In
-fp64 rounding is millions of times smaller, also where it grows from step to step.
+fp64 rounding is millions of times smaller, also where it grows from step to step. Runs in 16 bits
+are computed in fp32 and fp64 (thresholds.py), and compared with one rank's in fp64.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from config.schema import Config
 from tools.checker.recorder import IN_USE, Key, Piece
+from tools.checker.thresholds import has_wide_types
 
-TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
 # A tensor whose elements are all this small, relative to the largest of its kind, is rounding.
 FLOOR = 1e-4  # of the tolerance
 
@@ -84,6 +88,14 @@ class Reference:
         for key in self.order:
             kind = key[:2]
             self.largest[kind] = max(self.largest.get(kind, 0.0), self.scales[key])
+
+    def in_precision(self, config: Config) -> "Reference":
+        """Return this for a run whose types are others than one rank's: with their tolerance."""
+        if not has_wide_types(config):
+            return self
+        other = copy.copy(self)
+        other.tolerance = TOLERANCES["fp32"]
+        return other
 
     def expected(self, piece: Piece, tp: int, tp_rank: int) -> np.ndarray | None:
         """Return what one rank has in the place of a piece; None if there is nothing to compare."""

@@ -228,8 +228,13 @@ class Recorder:
         grad: Tensor,
     ) -> None:
         before, self.micro_batch = self.micro_batch, micro_batch
-        self._add(kind, name, grad, shape)
+        self._add(kind, name, self._unscaled(grad), shape)
         self.micro_batch = before
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        """Return a gradient without the loss scale of an fp16 run, a power of two."""
+        scale = self.state.optimizer.scale.value
+        return gradient if scale == 1.0 else gradient / scale
 
     def _add(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
         """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here.
@@ -266,7 +271,7 @@ class Recorder:
             key = self.step, "gradient of output", self._called(name, ".weights")
 
             def add(grad: Tensor) -> None:
-                self.pieces.append(Piece(key, place, _array(grad), paired=True))
+                self.pieces.append(Piece(key, place, _array(self._unscaled(grad)), paired=True))
 
             weights.register_hook(add)
 
@@ -287,7 +292,7 @@ class Recorder:
                 gradients = shard.group.own_gradients()
                 if not gradients:
                     continue
-                flat = gradients[shard.master].view(-1)
+                flat = self._unscaled(gradients[shard.master].double()).view(-1)
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
             else:
                 values = shard.read("weights" if kind == AFTER else kind, shard.start, shard.stop)

@@ -19,6 +19,8 @@ MOST = 6  # layouts that a verdict names
 def line(outcome: Outcome) -> str:
     """Return the line of a layout."""
     name = name_of(outcome.layout)
+    if outcome.variant is not None:
+        name = f"{name} ({outcome.variant.name})"
     if outcome.resumed_from is not None:
         name = f"resumed in {name}"
     word, more = what(outcome)
@@ -49,7 +51,8 @@ def verdict(
         yield f"equal: {number} what one rank does{ending} ({seconds:.0f} s)"
         return
     yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending} ({seconds:.0f} s)"
-    trained = [outcome for outcome in outcomes if outcome.resumed_from is None]
+    plain = [outcome for outcome in outcomes if outcome.variant is None]
+    trained = [outcome for outcome in plain if outcome.resumed_from is None]
     differing = [outcome.layout for outcome in trained if not outcome.is_equal]
     equal = [outcome.layout for outcome in trained if outcome.is_equal]
     if differing:
@@ -64,10 +67,12 @@ def verdict(
 def simplest(wrong: Sequence[Outcome]) -> Outcome:
     """Return the outcome that says most: of the fewest ranks and options, with a tensor."""
 
-    def size(outcome: Outcome) -> tuple[bool, bool, int, int]:
+    def size(outcome: Outcome) -> tuple[bool, bool, bool, int, int]:
         resumed = outcome.resumed_from is not None
         has_no_tensor = outcome.difference is None or not outcome.difference.parts
-        return has_no_tensor, resumed, ranks_of(outcome.layout), len(name_of(outcome.layout))
+        is_varied = outcome.variant is not None
+        ranks, words = ranks_of(outcome.layout), len(name_of(outcome.layout))
+        return has_no_tensor, resumed, is_varied, ranks, words
 
     return min(wrong, key=size)
 
@@ -77,6 +82,8 @@ def _of_failure(outcome: Outcome) -> Iterator[str]:
     failure = outcome.failure
     assert failure is not None  # the caller has looked
     yield f"  layout  {name_of(outcome.layout)}"
+    if outcome.variant is not None:
+        yield f"  with    {outcome.variant.name}"
     yield f"  {failure.kind:7s} {printable(failure.text)}"
     for rank, where in list(failure.stacks.items())[:MOST]:
         last = [x for x in where.splitlines() if x.strip()][-6:]
@@ -92,6 +99,8 @@ def _of_difference(reference: Reference, outcome: Outcome) -> Iterator[str]:
     yield f"  layout  {name_of(layout)}" + (
         f", resumed from {name_of(outcome.resumed_from)}" if outcome.resumed_from else ""
     )
+    if outcome.variant is not None:
+        yield f"  with    {outcome.variant.name}"
     if not difference.parts:
         yield f"  first   {difference.more[0]}"
         yield f"  between {operations(reference, difference.key, layout)}"

@@ -24,7 +24,7 @@ from tools.checker.alone import findings
 from tools.checker.compare import Reference, SeenPieces
 from tools.checker.recorder import Piece, Recorder
 from tools.checker.shrink import LEAST_BUCKET
-from tools.checker.thresholds import small_thresholds
+from tools.checker.thresholds import small_thresholds, wide_types
 
 EVALUATED_AFTER = 2  # the step with an evaluation after it, beside the last: what it leaves behind
 
@@ -38,6 +38,7 @@ class CheckedRun:
     config: Config
     save: int = 0
     number: int = 0  # of the job: values in the store have it in their names
+    sizes: str = ""  # the name of the run of one rank with which it is compared
 
 
 @dataclass
@@ -63,16 +64,21 @@ class RunAnswer:
 class Worker:
     """Does runs on a rank and compares their tensors with those of one rank."""
 
-    def __init__(self, reference: Reference | None = None, looks_alone: bool = True):
-        """reference: the run of one rank; None: that is the run to do, and its pieces come back.
+    def __init__(self, references: dict[str, Reference] | None = None, looks_alone: bool = True):
+        """references: the runs of one rank, by their sizes; None: that is the run to do, and its
+        pieces come back.
 
         looks_alone: whether the one rank also checks itself (alone.py), on CPUs.
         """
-        self.reference, self.looks_alone = reference, looks_alone
+        self.references, self.looks_alone = references, looks_alone
 
-    @small_thresholds()
     def __call__(self, context: Context, job: CheckedRun) -> RunAnswer:
         """Do a run on this rank; collective over the world."""
+        with small_thresholds(), wide_types(job.config):
+            return self._run(context, job)
+
+    def _run(self, context: Context, job: CheckedRun) -> RunAnswer:
+        """Do a run with the sizes and types of a check."""
         if context.size > 1:
             # Values of an earlier run must not be taken for this one's.
             store = dist.PrefixStore(f"job {job.number}", context.store)
@@ -88,13 +94,14 @@ class Worker:
             answer = _train(state, recorder, splits, context, job, chosen)
         finally:
             state.reader.close()
-        if self.reference is None:
+        if self.references is None:
             answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
-            if self.looks_alone and config.training.precision == "fp64":
+            if self.looks_alone and config.training.precision == "fp64" and not job.sizes:
                 answer.alone = list(findings(config, context))
         else:
-            tp = config.layout.tp
-            answer.seen = SeenPieces.by(self.reference, recorder.pieces, tp, state.factory.mesh)
+            tp, mesh = config.layout.tp, state.factory.mesh
+            reference = self.references[job.sizes].in_precision(config)
+            answer.seen = SeenPieces.by(reference, recorder.pieces, tp, mesh)
         return answer
 
 

@@ -37,8 +37,8 @@ LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope
 def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config, list[str]]:
     """Return the small run and lines that say what was changed.
 
-    folder: for the files of the small run. on_gpus: in bf16 on GPUs, and not in fp64 on CPUs. The
-    run has the layout of one rank.
+    folder: of the files of the small run, which are not written yet. on_gpus: in bf16 on GPUs, and
+    not in fp64 on CPUs. The run has the layout of one rank.
     """
     model = _model(config.model)
     if config.data.eod_token is not None and config.data.data == ("synthetic",):
@@ -55,7 +55,7 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
         said.append("qkv-bias true -> false: Adafactor's update of the bias of keys is rounding")
     if on_gpus:
         training = dataclasses.replace(training, precision="bf16")
-    data, said_of_data = small_data(config.data, model, training.seed, folder)
+    data, said_of_data = small_data(config.data, model, folder)
     device = "cuda" if on_gpus else "cpu"
     out = str(folder / "run")
     run = Run(
@@ -115,7 +115,7 @@ def unsaid(
             if group == "run" or values[1] is None:
                 without.append(f"--{flag}")
                 continue
-            texts = [" ".join(v) if isinstance(v, tuple) else str(v) for v in values]
+            texts = [_text(value) for value in values]
             changed.append(f"{flag} {texts[0]} -> {texts[1]}")
     if changed:
         yield ", ".join(changed)
@@ -124,6 +124,11 @@ def unsaid(
     if of_layout := [n for n in given if n in {f.name for f in dataclasses.fields(Layout)}]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_layout))
         yield f"without {flags}: the check picks layouts, or takes those of --layout"
+
+
+def _text(value: Any) -> str:
+    """Return the value of an option as a command line has it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _model(model: ModelShape) -> ModelShape:
