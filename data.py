@@ -25,12 +25,12 @@ from torch import Tensor
 
 from base.errors import UserError
 from config.schema import Config, Layout
-from corpora import stage_table
+from corpora import phase_table
 from corpora.corpus_splits import Corpora, eval_sets
 from corpora.objectives import NO_TARGET, Objective, Readable
 from corpora.prefetch import Prefetcher
 from corpora.sample_order import SPLITS, TextSpan
-from corpora.streams import Staged
+from corpora.streams import PhasedSamples
 from distributed.collectives import Group
 
 
@@ -138,17 +138,17 @@ def build(config: Config) -> Splits:
     return replace(splits, eval_sets=sets, notes=splits.notes + notes)
 
 
-def _staged(config: Config, corpora: Corpora | None) -> Staged:
-    """Return the train samples of a run with stages; corpora: None if all tokens are random."""
-    stages = config.stages
-    found = corpora.staged() if corpora else (None,) * len(stages)
+def _phased(config: Config, corpora: Corpora | None) -> PhasedSamples:
+    """Return the train samples of a run with phases; corpora: None if all tokens are random."""
+    phases = config.phases
+    found = corpora.phase_samples() if corpora else (None,) * len(phases)
     parts = []
-    for stage, part in zip(stages, found):
-        random = Synthetic(config.model.vocab_size, stage.length, config.training.seed)
+    for phase, part in zip(phases, found):
+        random = Synthetic(config.model.vocab_size, phase.length, config.training.seed)
         parts.append(part or random)
-    begins = [stage.samples for stage in stages]
-    lengths = [stage.length for stage in stages]
-    return Staged(begins, lengths, parts, config.total_samples)
+    begins = [phase.samples for phase in phases]
+    lengths = [phase.length for phase in phases]
+    return PhasedSamples(begins, lengths, parts, config.total_samples)
 
 
 def _synthetic_splits(config: Config) -> Splits:
@@ -161,7 +161,7 @@ def _synthetic_splits(config: Config) -> Splits:
     train, validation, test = (
         Synthetic(model.vocab_size, model.seq_length, seed, stream) for stream in range(3)
     )
-    samples: Samples = _staged(config, None) if config.stages else train
+    samples: Samples = _phased(config, None) if config.phases else train
     if not config.data.eval_samples:
         return Splits(samples, None, None)
     return Splits(samples, validation, test)
@@ -176,9 +176,9 @@ def _corpus_splits(config: Config) -> Splits:
     corpora = Corpora(config)
     train: Samples
     repeats: tuple[str, ...] = ()
-    if config.stages:
-        train = _staged(config, corpora)
-        repeats = tuple(stage_table.repeated(stage_table.readings(config, corpora), config.plan))
+    if config.phases:
+        train = _phased(config, corpora)
+        repeats = tuple(phase_table.repeated(phase_table.readings(config, corpora), config.plan))
     else:
         train = corpora.split(SPLITS.index("train"), config.ordered)
     source = corpora.describe()

@@ -124,7 +124,11 @@ QUESTIONS = {
         tries=True,
     ),
     "rampup": Kind(
-        growth.rampup, "a batch-size ramp-up, in stages", RAMP_UP, tries=True, example="bloom-176b"
+        growth.rampup,
+        "a batch-size ramp-up, in segments",
+        RAMP_UP,
+        tries=True,
+        example="bloom-176b",
     ),
     "timeline": Kind(
         layout_questions.timeline,
@@ -328,12 +332,12 @@ def _compared(arguments: list[str]) -> Answer:
 
 
 def _submitted(jobs: str) -> str:
-    """Submit the job of the ramp-up's first stage, and return what scripts/stages.py prints.
+    """Submit the first segment's job, and return what scripts/growing_jobs.py prints.
 
     jobs: the file of --jobs, which `rampup` has just written. Raise UserError if the program
     fails.
     """
-    program = str(Path(__file__).parent / "scripts" / "stages.py")
+    program = str(Path(__file__).parent / "scripts" / "growing_jobs.py")
     words = [sys.executable, program, "submit", jobs]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:

@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "HTML page to write, default: chart.html"
     command.add_argument("--out", metavar="FILE", default="chart.html", help=text)
     command.add_argument("--text", action="store_true", help="print bars and write no page")
-    text = "loss, tasks, speed, rate and corpora of each run, with stages, resumes and spikes"
+    text = "loss, tasks, speed, rate and corpora of each run, with phases, resumes and spikes"
     command = commands.add_parser("page", help=text)
     command.set_defaults(answer=_page)
     command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")

@@ -42,11 +42,12 @@ with ending_all_ranks(watch), errors.installed():
     import psutil
 
     from base.errors import UserError, exit_with
-    from base.paths import check_paths
     from config.command_line import parse_request
     from config.inherited import Inherited
-    from config.schema import Config, elements_of_run
+    from config.run_paths import check_paths
+    from config.schema import Config
     from config.validation import check
+    from costs.run_size import elements_of_run
     from distributed.context import prepare
     from distributed.launch import Launch, check_launch, discover
     from telemetry import trackers
@@ -144,7 +145,7 @@ def check_data(config: Config) -> None:
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
     if not synthetic:
-        words = [options.data, *(stage.data for stage in config.stages_left)]
+        words = [options.data, *(phase.data for phase in config.phases_left)]
         prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
         for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)

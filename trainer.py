@@ -26,8 +26,8 @@ from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints
 from config.learning_rate import rate_at
 from config.past import Past
+from config.phases import PlacedPhase
 from config.schema import Config
-from config.stages import PlacedStage
 from corpora.tasks import TaskSet, read_tasks
 from costs.partition_costs import part_costs
 from distributed import preflight
@@ -98,7 +98,7 @@ def build(
 
     config: options that passed validation.check; its schedule is not "auto". context: this rank's
     connections to the other ranks; None for a world of one rank on the CPU. least_bucket: see
-    config.schema.bucket_elements.
+    config.buffer_sizes.bucket_elements.
     """
     model = build_model(config, context)
     config = model.config
@@ -162,7 +162,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 
 def set_length(state: ModelState, length: int) -> None:
-    """Take samples of `length` tokens from now on: those of a stage of --stages, or of evaluations.
+    """Take samples of `length` tokens from now on: those of a phase of --phases, or of evaluations.
 
     Weights, optimizer and reader stay; what depends on the length is made when it is first needed.
     """
@@ -393,7 +393,7 @@ class Trainer:
         log.epoch_tokens = splits.epoch_tokens
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
         self.needs_warm_up = preflight.warms_up(config, self.device.type)
-        self.stage: PlacedStage | None = None  # of --stages, the one of the newest step
+        self.phase: PlacedPhase | None = None  # of --phases, the one of the newest step
         self.warm_lengths = set[int]()  # lengths of samples for which kernels were warmed up
         self.scorer: Scorer | None = None
         if tasks.tasks:
@@ -537,7 +537,7 @@ class Trainer:
         """
         begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
-        length = self._begin_stage(begin)
+        length = self._begin_phase(begin)
         samples = self.splits.train
         if self.config.passes_over(begin, batch):
             self.done = self.done.after_step(samples, batch, length, trained=False)
@@ -573,22 +573,22 @@ class Trainer:
         self.losses.step(self.done, batch, result)
         return max(stats.requested_action for stats in stats_of_ranks)
 
-    def _begin_stage(self, begin: int) -> int:
+    def _begin_phase(self, begin: int) -> int:
         """Return the tokens of a sample of the step from sample `begin` on, after setting them.
 
-        Log the stage of --stages if the step is its first, or the first of this start.
+        Log the phase of --phases if the step is its first, or the first of this start.
         """
-        stage = self.config.stage_at(begin)
-        if stage is None:
+        phase = self.config.phase_at(begin)
+        if phase is None:
             return self.config.model.seq_length
-        if stage != self.stage:
-            self.stage = stage
-            self.log.stage(stage, self.done.iteration)
-            if stage.length not in self.warm_lengths:  # its kernels are new
-                self.warm_lengths.add(stage.length)
+        if phase != self.phase:
+            self.phase = phase
+            self.log.phase(phase, self.done.iteration)
+            if phase.length not in self.warm_lengths:  # its kernels are new
+                self.warm_lengths.add(phase.length)
                 self.needs_warm_up = preflight.warms_up(self.config, self.device.type)
-        set_length(self.state, stage.length)
-        return stage.length
+        set_length(self.state, phase.length)
+        return phase.length
 
     def _warm_up(self, begin: int) -> None:
         """Call `warm_up` once, before the first step that trains, and log the seconds it takes."""

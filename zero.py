@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from architecture.shape import ModelShape
 from base.errors import UserError
-from config.schema import BUCKET_ELEMENTS, EMA, Layout, Training
+from config.buffer_sizes import BUCKET_ELEMENTS
+from config.schema import EMA, Layout, Training
 from distributed.collectives import Handle
 from optim import update_rules
 from optim.balance import ConstantGroup, RouterBalance
@@ -94,9 +95,9 @@ class Optimizer:
     ):
         """Move the parameters of `stages`, which are all stages of this rank, into buffers.
 
-        model: needed if it has experts. least_bucket: see config.schema.bucket_elements. Raise
-        UserError if the optimizer's package is missing, or if tensor parallelism cuts a matrix
-        inside a block of 8-bit state.
+        model: needed if it has experts. least_bucket: see config.buffer_sizes.bucket_elements.
+        Raise UserError if the optimizer's package is missing, or if tensor parallelism cuts a
+        matrix inside a block of 8-bit state.
         """
         self.mesh = factory.mesh
         self.training = training

@@ -36,8 +36,8 @@ from checkpointing.state import (
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
 from config.inherited import of_the_run
+from config.phases import changes, from_saved
 from config.schema import EMA, Config
-from config.stages import changes, from_saved
 from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
@@ -130,7 +130,7 @@ class Loader:
         # The rotary options of blocks with a window are derived from the others.
         rotary = (*ROTARY_OPTIONS, "window_rotary_base", "window_rotary_scaling")
         unused = {"learned": rotary, "rotary": LENGTHS}.get(positions, (*LENGTHS, *rotary))
-        if self.config.plan:  # stages may have samples of other lengths than those before
+        if self.config.plan:  # phases may have samples of other lengths than those before
             unused = (*unused, "seq_length")
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
@@ -300,7 +300,7 @@ class Loader:
             self.print_line(f"options that changed: {'; '.join(sorted(changed))}")
         before_plan = from_saved(saved.get("plan"), index.path)
         if plans := changes(before_plan, self.config.plan):
-            self.print_line(f"stages that changed: {'; '.join(plans)}")
+            self.print_line(f"phases that changed: {'; '.join(plans)}")
         before = index.attributes("data").get("total_samples")
         total = self.config.total_samples
         if before is not None and before != total:

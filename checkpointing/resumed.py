@@ -24,9 +24,9 @@ from config.branches import DECAY_SETS, decaying
 from config.command_line import build, check_option, make_model
 from config.inherited import Inherited, changed_constants, inherited
 from config.past import Branch, Past, from_text, new_run, to_text
+from config.phases import from_saved
 from config.run_options import Run
 from config.schema import GROUPS, Config
-from config.stages import from_saved
 from corpora.usage import Usage
 from distributed.store import StoreExchange
 
@@ -282,7 +282,7 @@ def past_of(
             past = _of_branch(past, folder, config.run.branch_from, config.run.out)
             if _begins(folder, config.run.out):  # a branch is a run of its own
                 name = run or new_run()
-        words = to_text(past.starts, ordered, name, past.stages, past.branch)
+        words = to_text(past.starts, ordered, name, past.phases, past.branch)
         text = [words, past.step, past.samples, past.tokens, past.skipped]
     elif exchange.rank == 0:
         text = [to_text((), (), run or new_run()), 0, 0]

@@ -561,7 +561,7 @@ class Checkpointer:
                 config.past.with_start(config.batches),
                 config.ordered,
                 config.past.run,
-                tuple(s.begun() for s in config.stages if s.samples < progress.consumed_samples),
+                tuple(s.begun() for s in config.phases if s.samples < progress.consumed_samples),
                 config.past.branch,
             ),
             "total_samples": config.total_samples,

@@ -3,7 +3,7 @@
     plan, options = decaying(saved, past, plan, 2048, given)
 
 The branch reads the data where the stable run was, and its rate falls from the one of the stable
-run to --min-lr over N tokens, with which it ends. In a run without stages that is wsd with other
+run to --min-lr over N tokens, with which it ends. In a run without phases that is wsd with other
 numbers, so a branch is a run like any other, and a restart needs nothing but its checkpoint.
 """
 
@@ -13,22 +13,22 @@ from typing import Any
 
 from base.errors import UserError
 from config.learning_rate import curve_of_run
-from config.past import BegunStage, Past
+from config.past import BegunPhase, Past
+from config.phases import Phase, PhasePlan
 from config.run_options import Training
-from config.stages import DataStage, StagePlan
 
-# The options that a branch with --decay-tokens sets, in a run without stages.
+# The options that a branch with --decay-tokens sets, in a run without phases.
 DECAY_SETS = ("steps", "train_samples", "lr_schedule", "lr_decay_samples", "lr_wsd_decay_samples")
-NAME = "decay"  # the name of the stage of a branch
+NAME = "decay"  # the name of the phase of a branch
 
 
 def decaying(
     saved: Mapping[str, Any],
     past: Past,
-    plan: StagePlan | None,
+    plan: PhasePlan | None,
     length: int,
     given: Mapping[str, Any],
-) -> tuple[StagePlan | None, dict[str, Any]]:
+) -> tuple[PhasePlan | None, dict[str, Any]]:
     """Return the plan and the options, by name, of a branch that decays.
 
     saved: the configuration in its checkpoint. past: with the branch. plan: that of the checkpoint.
@@ -39,13 +39,13 @@ def decaying(
     branch = past.branch
     if type(tokens) is not int or tokens < 1 or branch is None:
         return plan, {}  # the value is refused where options are checked
-    for name in ("stages", *DECAY_SETS, "lr_warmup_samples"):
+    for name in ("phases", *DECAY_SETS, "lr_warmup_samples"):
         if name in given:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"give one of --decay-tokens {tokens} and {flag}: both say the rate")
-    begun = past.stages or (BegunStage("", 0, 0, 0, 0, ("-",), length),)
-    stage = [stage for stage in begun if stage.samples < branch.samples][-1]
-    length = stage.seq_length
+    begun = past.phases or (BegunPhase("", 0, 0, 0, 0, ("-",), length),)
+    phase = [phase for phase in begun if phase.samples < branch.samples][-1]
+    length = phase.seq_length
     if tokens % length:
         raise UserError(
             f"--decay-tokens {tokens} is not a whole number of samples of {length} tokens; the "
@@ -55,7 +55,7 @@ def decaying(
     done = branch.samples - branch.skipped
     begins = past.step == branch.step  # what was done is the stable run
     if plan is not None:
-        last = [stage for stage in plan.stages if stage.from_tokens < branch.tokens][-1:]
+        last = [phase for phase in plan.phases if phase.from_tokens < branch.tokens][-1:]
         if begins and not (last and last[0].has_rate):
             end = plan.train_tokens
             unit = (saved.get("model") or {}).get("seq_length", length)
@@ -111,16 +111,16 @@ def _check_stable(training: Training, done: int, checkpoint: str, total: int | N
         )
 
 
-def _plan(plan: StagePlan, begin: int, tokens: int, given: Mapping[str, Any]) -> StagePlan:
-    """Return the stages before a branch, and the one in which its rate falls.
+def _plan(plan: PhasePlan, begin: int, tokens: int, given: Mapping[str, Any]) -> PhasePlan:
+    """Return the phases before a branch, and the one in which its rate falls.
 
     begin: the tokens of the run at the branch. tokens: of the branch.
     """
-    before = [stage for stage in plan.stages if stage.from_tokens < begin]
-    last = before[-1] if before else DataStage(0, "")
+    before = [phase for phase in plan.phases if phase.from_tokens < begin]
+    last = before[-1] if before else Phase(0, "")
     if last.name == NAME or last.lr_schedule not in (None, "constant"):
         raise UserError(
-            f"--decay-tokens {tokens}: the rate of stage {last.name} follows {last.lr_schedule}, "
+            f"--decay-tokens {tokens}: the rate of phase {last.name} follows {last.lr_schedule}, "
             "and is not at its peak"
         )
     decay = dataclasses.replace(
@@ -132,4 +132,4 @@ def _plan(plan: StagePlan, begin: int, tokens: int, given: Mapping[str, Any]) ->
         lr_wsd_decay_tokens=tokens,
         min_lr=given.get("min_lr"),
     )
-    return dataclasses.replace(plan, stages=(*before, decay), train_tokens=begin + tokens)
+    return dataclasses.replace(plan, phases=(*before, decay), train_tokens=begin + tokens)

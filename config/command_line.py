@@ -27,11 +27,11 @@ from base.cli import Parser, check_decoded, number, whole_number
 from base.errors import UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
-from config import stages
+from config import phases
 from config.inherited import Inherited
+from config.phases import PhasePlan
 from config.run_options import Run
 from config.schema import GROUPS, Config, all_options
-from config.stages import StagePlan
 from config.validation import check_shape, check_used, unused_rotary
 
 if TYPE_CHECKING:
@@ -208,37 +208,37 @@ def _has_other_values(given: Mapping[str, Any]) -> bool:
     return any(choices[name] and given[name] not in choices[name] for name in choices)
 
 
-def _read_plan(given: Mapping[str, Any]) -> StagePlan | None:
-    """Return the plan in the file of --stages, or None; UserError if the file is wrong."""
-    path = given.get("stages")
+def _read_plan(given: Mapping[str, Any]) -> PhasePlan | None:
+    """Return the plan in the file of --phases, or None; UserError if the file is wrong."""
+    path = given.get("phases")
     if path is None:
         return None
-    check_option("stages", path)
-    return stages.from_table(read_toml(path, f"--stages {path}"), path)
+    check_option("phases", path)
+    return phases.from_table(read_toml(path, f"--phases {path}"), path)
 
 
 def _with_plan(
-    plan: StagePlan, values: dict[str, Any], given: Mapping[str, Any]
-) -> tuple[StagePlan, dict[str, Any]]:
-    """Return the plan and the options of a run with stages, where one says what the other does.
+    plan: PhasePlan, values: dict[str, Any], given: Mapping[str, Any]
+) -> tuple[PhasePlan, dict[str, Any]]:
+    """Return the plan and the options of a run with phases, where one says what the other does.
 
-    The corpora of the first stage are those of --data, and so of the validation split, if --data is
+    The corpora of the first phase are those of --data, and so of the validation split, if --data is
     not given. An end of the run that is given replaces the one of an earlier start.
     """
     values = dict(values)
-    first = plan.stages[0]
+    first = plan.phases[0]
     if "data" not in values and first.data:
         values["data"] = first.data
     for name in ("rampup_batch_size", "batch_schedule"):
         if values.get(name):
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} and --stages: give a stage for each size, global_batch_size")
+            raise UserError(f"{flag} and --phases: give a phase for each size, global_batch_size")
     ends = [name for name in ("steps", "train_samples") if given.get(name) is not None]
-    if plan.train_tokens is None or ("stages" not in given and ends):
+    if plan.train_tokens is None or ("phases" not in given and ends):
         return dataclasses.replace(plan, train_tokens=None), values
     if ends:
         flag = f"--{ends[0].replace('_', '-')} {given[ends[0]]}"
-        raise UserError(f"give one of {flag} and train_tokens({plan.train_tokens}) of --stages")
+        raise UserError(f"give one of {flag} and train_tokens({plan.train_tokens}) of --phases")
     return plan, {k: v for k, v in values.items() if k not in ("steps", "train_samples")}
 
 
@@ -565,16 +565,18 @@ def _options_of_file(path: str) -> dict[str, Any]:
         else:
             names = ", ".join(f"[{name}]" for name in GROUPS)
             raise UserError(f"--config {path} has an unknown table [{key}]: there are {names}")
+    from config import spelling
+
     known = {*all_options(), "model"}
-    unknown = [key for _, key, _ in entries if key.replace("-", "_") not in known]
+    unknown = [key for _, key, _ in entries if spelling.present_name(key) not in known]
     if unknown:
         article = "an " if len(unknown) == 1 else ""
         raise UserError(f"--config {path} has {article}{_unknown('key', unknown)}")
     options: dict[str, Any] = {}
     places: dict[str, str] = {}
     for place, key, value in entries:
-        name = key.replace("-", "_")
-        if name in options:  # the option stands in two tables, or once with "-" and once with "_"
+        name = spelling.present_name(key)
+        if name in options:  # in two tables, once with "-" and once with "_", or by an earlier name
             where = f"{places[name]} and {place}"
             raise UserError(f"--config {path} gives {key!r} twice: {where}")
         places[name] = place

@@ -19,8 +19,8 @@ from typing import Any
 
 from architecture.shape import ModelShape
 from config.past import Past
+from config.phases import PhasePlan
 from config.run_options import LOSS_SCALE, Data, Training
-from config.stages import StagePlan
 
 # Other spellings of an option, which no finished configuration has.
 SPELLINGS = ("batch_tokens",)
@@ -35,7 +35,7 @@ class Inherited:
     options: the values of options that were not given, by name. model: the checkpoint's model; None
     if there is no checkpoint. past: what was done before. folder: the checkpoint. changed: options
     of an earlier version that are constants now, where the checkpoint has another value. plan: the
-    stages of the run (--stages). problem: why the newest checkpoint cannot be read, if none can.
+    phases of the run (--phases). problem: why the newest checkpoint cannot be read, if none can.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Inherited:
     past: Past = field(default_factory=Past)
     folder: str = ""
     changed: tuple[str, ...] = ()
-    plan: StagePlan | None = None
+    plan: PhasePlan | None = None
     problem: str = ""
 
     @property

@@ -1,7 +1,7 @@
 """The learning rate of every step, as a function of what was done before it. Pure arithmetic.
 
 learning_rate(training, samples, total, batch)     by the options of a run, in samples
-rate_at(config, consumed, skipped, batch)          the same, or by the stages of the run
+rate_at(config, consumed, skipped, batch)          the same, or by the phases of the run
 """
 
 import math
@@ -92,25 +92,25 @@ def rate_at(config: Config, consumed: int, skipped: int, batch: int) -> float:
     """Return the rate of the step on `batch` samples that begins after `consumed` samples.
 
     skipped: how many of them were in steps that changed no weight; these do not count without
-    --stages. With stages, which are at fixed numbers of tokens, all tokens count. A stage with a
-    schedule of its own goes by its own tokens; other stages by the run's options, whose samples are
+    --phases. With phases, which are at fixed numbers of tokens, all tokens count. A phase with a
+    schedule of its own goes by its own tokens; other phases by the run's options, whose samples are
     of --seq-length tokens, over the tokens of the whole run.
     """
     training = config.training
-    stage = config.stage_at(consumed)
-    if stage is None:
+    phase = config.phase_at(consumed)
+    if phase is None:
         return learning_rate(training, consumed - skipped, config.total_samples, batch)
-    # With one length of samples for all stages the unit is a sample, and rates are bit for bit
-    # those of the run without stages.
-    unit = math.gcd(config.model.seq_length, *(other.length for other in config.stages))
-    step = batch * stage.length // unit
+    # With one length of samples for all phases the unit is a sample, and rates are bit for bit
+    # those of the run without phases.
+    unit = math.gcd(config.model.seq_length, *(other.length for other in config.phases))
+    step = batch * phase.length // unit
     total = config.tokens_at(config.total_samples)
-    if not stage.stage.has_rate:
+    if not phase.settings.has_rate:
         curve = curve_of_run(training, total // unit, config.model.seq_length // unit)
         return curve.rate(config.tokens_at(consumed) // unit, step)
-    own = stage.stage
-    later = [other.tokens for other in config.stages if other.tokens > stage.tokens]
-    end = max(min([*later, total]), stage.tokens)
+    own = phase.settings
+    later = [other.tokens for other in config.phases if other.tokens > phase.tokens]
+    end = max(min([*later, total]), phase.tokens)
     peak = training.lr if own.lr is None else own.lr
     low = own.min_lr
     if low is None:
@@ -120,8 +120,8 @@ def rate_at(config: Config, consumed: int, skipped: int, batch: int) -> float:
         peak,
         low,
         (own.lr_warmup_tokens or 0) // unit,
-        (end - stage.tokens) // unit,
+        (end - phase.tokens) // unit,
         None if own.lr_wsd_decay_tokens is None else own.lr_wsd_decay_tokens // unit,
         own.lr_wsd_decay_style or training.lr_wsd_decay_style,
     )
-    return curve.rate((config.tokens_at(consumed) - stage.tokens) // unit, step)
+    return curve.rate((config.tokens_at(consumed) - phase.tokens) // unit, step)

@@ -22,8 +22,8 @@ from config.batch_schedule import BatchSchedule
 RUN = re.compile(r"[0-9a-f]{0,32}")  # Past.run
 
 
-class BegunStage(NamedTuple):
-    """A stage of --stages that has begun, as it was done.
+class BegunPhase(NamedTuple):
+    """A phase of --phases that has begun, as it was done.
 
     name, from_tokens: as the file gave them. step, samples, tokens: those of the run before its
     first step. data: the words of --data. seq_length: the tokens of a sample. blocks: (corpus,
@@ -76,8 +76,8 @@ class Past:
     was resumed. ordered: for how many samples the order of samples was made, and then continued
     (corpora/corpus_splits.py); empty if the data are not those of the earlier starts. run: a random
     text that all starts of a run share, by which its files are told from those of another run in
-    the same folder; empty if it is not known. stages: the stages of --stages that have begun, the
-    oldest first; empty without --stages. branch: where the run began as a branch; None: at step 0.
+    the same folder; empty if it is not known. phases: the phases of --phases that have begun, the
+    oldest first; empty without --phases. branch: where the run began as a branch; None: at step 0.
     tokens: the tokens of all samples; -1 if it is not known. skipped: the samples of steps that
     changed no weight.
     """
@@ -87,7 +87,7 @@ class Past:
     starts: tuple[Start, ...] = ()
     ordered: tuple[int, ...] = ()
     run: str = ""
-    stages: tuple[BegunStage, ...] = ()
+    phases: tuple[BegunPhase, ...] = ()
     branch: Branch | None = None
     tokens: int = -1
     skipped: int = 0
@@ -99,14 +99,14 @@ class Past:
             return 0
         return BatchSchedule(self.starts[-1].sizes).batch(self.samples - 1)
 
-    def begun_stages(self, data: tuple[str, ...], seq_length: int) -> tuple[BegunStage, ...]:
-        """Return the stages that have begun; a past without --stages is one.
+    def begun_phases(self, data: tuple[str, ...], seq_length: int) -> tuple[BegunPhase, ...]:
+        """Return the phases that have begun; a past without --phases is one.
 
         data, seq_length: what the run reads now, which is what it has read in such a past.
         """
-        if self.stages or not self.step:
-            return self.stages
-        return (BegunStage("start", 0, 0, 0, 0, data, seq_length),)
+        if self.phases or not self.step:
+            return self.phases
+        return (BegunPhase("start", 0, 0, 0, 0, data, seq_length),)
 
     def consumed(self, steps: int, sizes: BatchSchedule) -> int:
         """Return the samples that the run has consumed after `steps` steps, never fewer than now.
@@ -149,7 +149,7 @@ def to_text(
     starts: tuple[Start, ...],
     ordered: tuple[int, ...],
     run: str = "",
-    stages: tuple[BegunStage, ...] = (),
+    phases: tuple[BegunPhase, ...] = (),
     branch: Branch | None = None,
 ) -> str:
     """Return the text that a checkpoint keeps of a run's past; `from_text` reads it.
@@ -157,8 +157,8 @@ def to_text(
     The arguments are fields of Past.
     """
     values: dict[str, Any] = {"starts": starts, "ordered": ordered, "run": run}
-    if stages:
-        values["stages"] = stages
+    if phases:
+        values["phases"] = phases
     if branch:
         values["branch"] = branch
     return json.dumps(values)
@@ -180,10 +180,11 @@ def from_text(text: str, step: int, samples: int, tokens: int = -1, skipped: int
         run = values["run"]
         if not all(start.sizes for start in starts) or not RUN.fullmatch(run):
             raise ValueError("a start has no batch size, or the run no name")
-        stages = tuple(_stage_from(*fields) for fields in values.get("stages", ()))
-        begins = [(stage.step, stage.samples, stage.tokens) for stage in stages]
+        begun = values.get("phases", values.get("stages", ()))  # "stages" until version 0.3
+        phases = tuple(_phase_from(*fields) for fields in begun)
+        begins = [(phase.step, phase.samples, phase.tokens) for phase in phases]
         if begins and (begins[0] != (0, 0, 0) or any(a >= b for a, b in pairwise(begins))):
-            raise ValueError("its stages do not follow each other from step 0 on")
+            raise ValueError("its phases do not follow each other from step 0 on")
         branch = values.get("branch")
         if branch is not None:
             folder, name, *counts = branch
@@ -192,18 +193,18 @@ def from_text(text: str, step: int, samples: int, tokens: int = -1, skipped: int
             branch = Branch(folder, name, *map(_count, counts))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{text:.80} is no past of a run") from None
-    return Past(step, samples, tuple(starts), ordered, run, stages, branch, tokens, skipped)
+    return Past(step, samples, tuple(starts), ordered, run, phases, branch, tokens, skipped)
 
 
-def _stage_from(
+def _phase_from(
     name: Any, first: Any, step: Any, samples: Any, tokens: Any, data: Any, length: Any, blocks: Any
-) -> BegunStage:
-    """Return the stage of these values of a text; raise ValueError if one of them is wrong."""
+) -> BegunPhase:
+    """Return the phase of these values of a text; raise ValueError if one of them is wrong."""
     words = [name, *data, *(prefix for prefix, _ in blocks)]
     if not data or not all(isinstance(word, str) and word.isprintable() for word in words):
-        raise ValueError("a stage has no data")
+        raise ValueError("a phase has no data")
     sizes = tuple((prefix, _count(size, 1)) for prefix, size in blocks)
-    return BegunStage(
+    return BegunPhase(
         name,
         _count(first),
         _count(step),

@@ -202,9 +202,9 @@ class Data:
         nargs="+",
         example=("a",),
     )
-    stages: str = option(
+    phases: str = option(
         None,
-        "TOML file of [[stage]] tables, which change corpora, sequence length, batch size or "
+        "TOML file of [[phase]] tables, which change corpora, sequence length, batch size or "
         "learning rate schedule at given numbers of tokens; see docs/data.md",
         at_each_start=True,  # what was read from it is taken over, and not its path
     )

@@ -1,93 +1,39 @@
-"""The options of a run's layout, `Config` with all options, and the axes of the mesh of ranks.
+"""The options of a run's layout, `Config` with all options.
 
     config = validation.check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
 Every option is a field of one of five dataclasses: `ModelShape` in architecture/shape.py, `Layout`
 here, `Training`, `Data` and `Run` in run_options.py. command_line.py makes flags, TOML keys and
 help text from these fields; validation.py checks which options go together. A `Config` has one
-instance of each. The axes of the mesh are pp, dp, cp and tp.
+instance of each.
 """
 
 import bisect
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from architecture.model_stats import parameters
 from architecture.shape import ModelShape
 from base.errors import UserError
 from base.options import option
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.past import Past
+from config.phases import PhasePlan, PlacedPhase, place
 from config.run_options import Data, Run, Training
-from config.stages import PlacedStage, StagePlan, place
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
 # The name of the average of weights (--ema) among the kinds of state in a checkpoint.
 EMA = "ema"
-# The most gradients that are reduced in one operation: enough to use the links, few enough that
-# the reduction overlaps with the backward pass.
-BUCKET_ELEMENTS = 16 * 2**20
-# A small model has BUCKETS buckets, so that reductions overlap, unless a bucket would then have
-# fewer than LEAST_BUCKET gradients.
-BUCKETS, LEAST_BUCKET = 8, 2**20
-# The number of logits that the loss holds in fp32 at a time. They must stay in a cache between
-# kernels: 17 MB in a GPU's L2 cache (40 MB from A100 on), or 0.5 MB in the L2 cache of a CPU core.
-LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
-
 
 # Names of pipeline schedules: schedules/orders.py builds them; auto stands for the fastest of them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 
 
-def bucket_elements(held: float, most: int = BUCKET_ELEMENTS, least: int | None = None) -> int:
-    """Return the most gradients that several parameters may have in one bucket.
-
-    A bucket is reduced over the replicas in one operation. held: the number of gradients on this
-    rank, to be divided among about BUCKETS buckets. most: an upper limit of the result. least: a
-    lower one, LEAST_BUCKET if None.
-    """
-    return min(most, max(LEAST_BUCKET if least is None else least, int(held) // BUCKETS))
-
-
 # ---- The model and its layout --------------------------------------------------------------------
-
-
-# The axes of the mesh of ranks, the slowest first: neighbouring ranks differ in tp.
-AXES = ("pp", "dp", "cp", "tp")
-
-
-def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """Return a rank's position on every axis; `axes` has the sizes, with the slowest axis first.
-
-    rank = ((pp * DP + dp) * CP + cp) * TP + tp, where DP, CP and TP are sizes. Only this function
-    computes it. Example: axes pp 2, dp 1, cp 1, tp 2; rank 3 has pp 1, dp 0, cp 0, tp 1.
-    """
-    place = {}
-    for name in reversed(list(axes)):
-        rank, place[name] = divmod(rank, axes[name])
-    return {name: place[name] for name in axes}
-
-
-def rows_along(axes: Mapping[str, int], names: Collection[str]) -> list[tuple[int, ...]]:
-    """Return all groups of ranks that differ only along the named axes, such as the tp groups.
-
-    axes: the sizes of all axes. names: the axes along which the ranks of a group differ. The ranks
-    of a group ascend. Example: pp 2 and tp 2, names ("tp",): (0, 1) and (2, 3); ("pp",): (0, 2) and
-    (1, 3).
-    """
-    # Each group's ranks. The key is their common position on the axes that are not in `names`.
-    rows: dict[tuple, list[int]] = {}
-    for rank in range(math.prod(axes.values())):
-        place = coordinates(rank, axes)
-        others = tuple(position for name, position in place.items() if name not in names)
-        rows.setdefault(others, []).append(rank)
-    return [tuple(row) for row in rows.values()]
 
 
 @dataclass(frozen=True)
@@ -231,20 +177,20 @@ class Config:
     passed_over: tuple[tuple[int, int], ...] = ()
     # The steps done before this start, on which every number of the whole run depends.
     past: Past = field(default_factory=Past)
-    # The stages of --stages; None: the options hold for all of the run.
-    plan: StagePlan | None = None
+    # The phases of --phases; None: the options hold for all of the run.
+    plan: PhasePlan | None = None
 
     @cached_property
     def batches(self) -> BatchSchedule:
         """The sizes of the run's global batches; UserError if the options are inconsistent."""
         if self.plan is None:
             return batch_schedule(self.training, self.model.seq_length)
-        starts = [(stage.samples, stage.batch) for stage in self.stages]
+        starts = [(phase.samples, phase.batch) for phase in self.phases]
         return batches.joined(starts)
 
     @cached_property
-    def stages(self) -> tuple[PlacedStage, ...]:
-        """The stages of the run, with their places; () without --stages.
+    def phases(self) -> tuple[PlacedPhase, ...]:
+        """The phases of the run, with their places; () without --phases.
 
         UserError if they contradict what is over.
         """
@@ -253,16 +199,16 @@ class Config:
         size = self.training.global_batch_size
         return place(self.plan, self.past, self.data.data, self.model.seq_length, size)
 
-    def stage_at(self, samples: int) -> PlacedStage | None:
-        """Return the stage of the sample with this number in the run; None without --stages."""
-        stages = self.stages
-        later = bisect.bisect_right(stages, samples, key=lambda stage: stage.samples)
-        return stages[later - 1] if stages else None
+    def phase_at(self, samples: int) -> PlacedPhase | None:
+        """Return the phase of the sample with this number in the run; None without --phases."""
+        phases = self.phases
+        later = bisect.bisect_right(phases, samples, key=lambda phase: phase.samples)
+        return phases[later - 1] if phases else None
 
     def length_at(self, samples: int) -> int:
         """Return the tokens of the sample with this number in the run."""
-        stage = self.stage_at(samples)
-        return stage.length if stage else self.model.seq_length
+        phase = self.phase_at(samples)
+        return phase.length if phase else self.model.seq_length
 
     def model_at(self, samples: int) -> ModelShape:
         """Return the model with the sample length of the step that begins at this sample."""
@@ -273,19 +219,19 @@ class Config:
 
     def tokens_at(self, samples: int) -> int:
         """Return the tokens of the run before the sample with this number."""
-        stage = self.stage_at(samples)
-        return stage.tokens_at(samples) if stage else samples * self.model.seq_length
+        phase = self.phase_at(samples)
+        return phase.tokens_at(samples) if phase else samples * self.model.seq_length
 
     @property
     def lengths(self) -> list[int]:
         """The numbers of tokens that samples of this start and later ones have, ascending."""
-        return sorted({s.length for s in self.stages_left} or {self.model.seq_length})
+        return sorted({s.length for s in self.phases_left} or {self.model.seq_length})
 
     @property
-    def stages_left(self) -> tuple[PlacedStage, ...]:
-        """The stages that this start and later ones train; () without --stages."""
-        now = self.stage_at(self.past.samples)
-        return self.stages[self.stages.index(now) :] if now else ()
+    def phases_left(self) -> tuple[PlacedPhase, ...]:
+        """The phases that this start and later ones train; () without --phases."""
+        now = self.phase_at(self.past.samples)
+        return self.phases[self.phases.index(now) :] if now else ()
 
     @property
     def levels(self) -> list[Level]:
@@ -327,7 +273,7 @@ class Config:
         if self.training.steps is not None:
             return self.past.consumed(self.training.steps, self.batches)
         if self._end_tokens is not None:
-            last = self.stages[-1]
+            last = self.phases[-1]
             steps = max(0, self._end_tokens - last.tokens) // (last.length * last.batch)
             begin = last.samples
             if last.is_begun:  # whole steps after those that are done, of whatever size they were
@@ -346,7 +292,7 @@ class Config:
 
     @property
     def _end_tokens(self) -> int | None:
-        """The tokens at which a run with --stages ends; None if --train-samples says the end."""
+        """The tokens at which a run with --phases ends; None if --train-samples says the end."""
         if self.plan is None or self.training.train_samples is not None:
             return None
         return self.plan.train_tokens
@@ -358,11 +304,11 @@ class Config:
         The last number or one before it is at least `total_samples` (Past.ordered).
         """
         if self.plan is not None:
-            # Stages do not read in orders of a number of samples, but what a run has read before it
-            # had stages is in one, and goes on in it up to the first stage.
+            # Phases do not read in orders of a number of samples, but what a run has read before it
+            # had phases is in one, and goes on in it up to the first phase.
             if not self.past.ordered:
                 return ()
-            ends = [stage.samples for stage in self.stages[1:2]]
+            ends = [phase.samples for phase in self.phases[1:2]]
             return self.past.with_order(min([self.total_samples, *ends]))
         return self.past.with_order(self.total_samples)
 
@@ -405,19 +351,3 @@ def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
             f"{' '.join(map(str, steps))}: leave it out"
         )
     return batches.by_tokens(steps, seq_length)
-
-
-def elements_of_run(config: Config) -> int:
-    """Return an estimate of the numbers that a run on one rank holds at once.
-
-    They are the weights, the inputs of the blocks and the logits of a micro-batch, and the order of
-    the samples. The vocabulary's matrix is counted once more, with its padding. train.py compares
-    the estimate with a limit: only a run that is not small is checked against the node's memory
-    before it starts.
-    """
-    model = config.model
-    vocabulary = max(model.vocab_size, config.layout.pad_vocab_multiple)
-    tokens = config.layout.micro_batch_size * model.seq_length
-    activations = tokens * (vocabulary + model.hidden * model.layers)
-    samples = max([*config.ordered, config.total_samples]) + config.data.eval_samples
-    return parameters(model) + vocabulary * model.hidden + activations + samples

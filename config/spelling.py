@@ -8,8 +8,8 @@
 "Theirs" are names of Megatron-LM, "ours" the names in schema.py; other_names.toml has both, in
 NAMES here: "same" has options with another name, "words" switches that are an option with a value
 here, "iterations" options that count samples here, "instead" options without effect, "values" our
-names of values, "meant" our options for names that other programs use, "gone" where options of
-earlier versions went.
+names of values, "meant" our options for names that other programs use, "earlier" our options that
+had another name, "gone" where options of earlier versions went.
 
 The second part finds models by name: the presets of presets.toml. A --model is the name of a preset
 or a path.
@@ -114,7 +114,7 @@ def translate(words: list[str]) -> Translation:
     # not know as the list `ours`: they are flags of Trine and their values.
     parser = Parser(add_help=False, allow_abbrev=False)
     theirs = ["lr-warmup-fraction"]
-    for table in ("same", "keys", "words", "iterations", "instead"):
+    for table in ("same", "keys", "words", "iterations", "instead", "earlier"):
         theirs += NAMES[table]
     # Each option takes any number of values. `given` has only those on the command line.
     for name in theirs:
@@ -176,6 +176,10 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
         else:
             raise UserError(f"{written}: {entry['text']}")
         return []
+    if name in NAMES["earlier"]:
+        ours = NAMES["earlier"][name]
+        translation.instead.append(f"{flag} is called --{ours} now")
+        return [f"--{ours}", *values]
     if name in NAMES["iterations"]:  # `finish` sets our option, to a number of samples
         ours = NAMES["iterations"][name]
         translation.iterations[ours.replace("-", "_")] = _number(name, values)
@@ -235,6 +239,11 @@ def _resumed(translation: Translation) -> Translation:
         words[load] = "auto"
         translation.ours["--load"] = "--resume auto"
     return translation
+
+
+def present_name(key: str) -> str:
+    """Return the name that a key of a file, such as `stages`, has in this version, with "_"."""
+    return NAMES["earlier"].get(key.replace("_", "-"), key).replace("-", "_")
 
 
 def where_it_went(name: str) -> str:

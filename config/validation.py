@@ -17,9 +17,9 @@ from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
 from base.options import Needs, as_typed
+from config.phases import prefixes_of
 from config.run_options import Run, parse_eval_sets, parse_task_files
 from config.schema import ELEMENTWISE, Config, Layout, Training
-from config.stages import prefixes_of
 
 
 def check(config: Config, ranks: int, name: str = "ranks") -> Config:
@@ -32,7 +32,7 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     check_shape(config.model)
     check_split(config.model, layout)
     check_batches(config)
-    _check_stages(config)
+    _check_phases(config)
     _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     parse_eval_sets(config.data.eval_data or ())
@@ -437,30 +437,30 @@ def check_batches(config: Config) -> None:
         check_batch(config.layout, name, level.batch, when)
 
 
-def _check_stages(config: Config) -> None:
-    """Raise UserError if the stages of --stages cannot be trained as they are."""
-    for stage in config.stages_left:
-        when = f" of stage {stage.name}"
-        check_cut(config.layout, stage.length, when)
-        words = " ".join(map(str, stage.data))
-        if (stage.data == ("synthetic",)) != (config.data.data == ("synthetic",)):
+def _check_phases(config: Config) -> None:
+    """Raise UserError if the phases of --phases cannot be trained as they are."""
+    for phase in config.phases_left:
+        when = f" of phase {phase.name}"
+        check_cut(config.layout, phase.length, when)
+        words = " ".join(map(str, phase.data))
+        if (phase.data == ("synthetic",)) != (config.data.data == ("synthetic",)):
             other = " ".join(map(str, config.data.data))
-            both = f"stage {stage.name} reads {words}, --data is {other}"
+            both = f"phase {phase.name} reads {words}, --data is {other}"
             raise UserError(f"{both}: random tokens do not mix with files")
-        prefixes = prefixes_of(stage.data)
+        prefixes = prefixes_of(phase.data)
         if twice := next((one for one in prefixes if prefixes.count(one) > 1), None):
             raise UserError(
-                f"stage {stage.name} reads {twice} twice, in {words}: give it one weight"
+                f"phase {phase.name} reads {twice} twice, in {words}: give it one weight"
             )
-        if config.data.objective == "prefix" and stage.length < 2:
+        if config.data.objective == "prefix" and phase.length < 2:
             raise UserError(
-                f"--objective prefix needs samples of 2 tokens or more, not {stage.length}{when}"
+                f"--objective prefix needs samples of 2 tokens or more, not {phase.length}{when}"
             )
-        own = stage.stage
+        own = phase.settings
         training = config.training
         peak = training.lr if own.lr is None else own.lr
         if own.min_lr is not None and own.min_lr > peak:
-            raise UserError(f"stage {stage.name}: min_lr({own.min_lr:g}) is above lr({peak:g})")
+            raise UserError(f"phase {phase.name}: min_lr({own.min_lr:g}) is above lr({peak:g})")
     if len(config.lengths) > 1 and config.run.routing_file:
         lengths = ", ".join(map(str, config.lengths))
         raise UserError(
@@ -548,7 +548,7 @@ def _check_length(config: Config) -> None:
     if training.steps is not None and training.train_samples is not None:
         raise UserError("give one of --steps and --train-samples; both were given")
     if training.steps is None and training.train_samples is None and not ends_by_plan:
-        also = ", or train_tokens in the file of --stages" if config.plan else ""
+        also = ", or train_tokens in the file of --phases" if config.plan else ""
         raise UserError(f"give one of --steps and --train-samples{also}; neither was given")
     _check_end(config, ends_by_plan)
     if config.total_steps == 0:

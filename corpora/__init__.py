@@ -2,8 +2,8 @@
 
     token_files   reads and writes the .bin/.idx pair of Megatron-LM
     sample_order  which tokens of a corpus each sample holds, and the order of the samples
-    streams       the samples of a run with stages: each corpus goes on where it was
-    stage_table   which epochs of each corpus the stages of a run read
+    streams       the samples of a run with phases: each corpus goes on where it was
+    phase_table   which epochs of each corpus the phases of a run read
     blends        samples of several corpora, mixed by weight
     usage         counts the tokens that a run has read from each corpus
     mapped_files  the cache of orders: one process of a node builds it, all processes map it

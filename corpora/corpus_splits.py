@@ -43,7 +43,7 @@ from corpora.sample_order import (
     split_ranges,
     tokens_per_epoch,
 )
-from corpora.streams import CorpusStream, OfStreams, StageSamples, orders_of
+from corpora.streams import CorpusStream, OfStreams, PhaseSamples, orders_of
 from corpora.token_files import IndexedDataset
 
 # A blend requests more samples from each part than the part's share, by this ratio. The order of a
@@ -79,72 +79,72 @@ class Corpora:
             self._open_datasets[prefix] = _open(prefix, self.config, self.cache)
         return self._open_datasets[prefix]
 
-    def staged(self) -> tuple[StageSamples | None, ...]:
-        """Return the train samples of each stage of the run; None: random tokens.
+    def phase_samples(self) -> tuple[PhaseSamples | None, ...]:
+        """Return the train samples of each phase of the run; None: random tokens.
 
-        Raise UserError if a corpus of a stage is missing, or too small for one of its samples.
+        Raise UserError if a corpus of a phase is missing, or too small for one of its samples.
         """
         config = self.config
-        stages = config.stages
-        sizes = {prefix: size for stage in reversed(stages) for prefix, size in stage.blocks}
-        ends = [stage.samples for stage in stages[1:]] + [config.total_samples]
+        phases = config.phases
+        sizes = {prefix: size for phase in reversed(phases) for prefix, size in phase.blocks}
+        ends = [phase.samples for phase in phases[1:]] + [config.total_samples]
         streams: dict[str, CorpusStream] = {}
         positions = Counter[str]()
         earlier: dict[str, list[GPTSamples]] = {}
         taken: dict[str, int] = {}  # samples of each corpus in these orders
         places: dict[str, str] = {}  # the prefix of each corpus, by where its tokens are
-        found: list[StageSamples | None] = []
-        # What the stage before reads, and where that began: a stage that reads the same goes on in
+        found: list[PhaseSamples | None] = []
+        # What the phase before reads, and where that began: a phase that reads the same goes on in
         # its blend, so that a branch reads what the stable run would have read.
         reads_before: tuple[list[str], list[float], int] | None = None
         begins: list[int] = []
         first = 0
-        for stage, stop in zip(stages, ends):
-            count = max(0, stop - stage.samples)
-            if stage.data == ("synthetic",):
+        for phase, stop in zip(phases, ends):
+            count = max(0, stop - phase.samples)
+            if phase.data == ("synthetic",):
                 reads_before = None
                 found.append(None)
                 continue
-            if config.past.ordered and stage is stages[0]:  # a past without stages
+            if config.past.ordered and phase is phases[0]:  # a past without phases
                 samples = self.split(SPLITS.index("train"), config.ordered)
                 earlier = orders_of(samples)
                 positions.update(samples.count_by_corpus(0, stop))
                 taken = dict(positions)
                 for prefix in taken:
-                    positions[prefix] *= stage.length
+                    positions[prefix] *= phase.length
                     places[os.path.realpath(f"{prefix}.bin")] = prefix
                 found.append(samples)
                 continue
-            prefixes, weights = parse_blend(stage.data)
+            prefixes, weights = parse_blend(phase.data)
             for prefix in prefixes:
                 place = os.path.realpath(f"{prefix}.bin")
                 if places.setdefault(place, prefix) != prefix:
-                    both = f"{places[place]} and {prefix} of --stages are the same corpus"
+                    both = f"{places[place]} and {prefix} of --phases are the same corpus"
                     raise UserError(f"{both}, {place}: write it in one way, to read it as one")
                 if prefix not in streams:
                     before = earlier.get(prefix, [])
                     read = taken[prefix] if before else 0
                     streams[prefix] = self._stream(prefix, sizes[prefix], before, read)
-                if streams[prefix].tokens <= stage.length:
+                if streams[prefix].tokens <= phase.length:
                     has = f"the train split of {prefix} has {streams[prefix].tokens} tokens"
                     raise TooFewTokens(
-                        f"stage {stage.name}: {has}, one sample takes "
-                        f"seq-length({stage.length}) + 1"
+                        f"phase {phase.name}: {has}, one sample takes "
+                        f"seq-length({phase.length}) + 1"
                     )
-            of_stage = [streams[prefix] for prefix in prefixes]
-            shares = normalise(weights or [stream.tokens for stream in of_stage])
-            reads = prefixes, shares, stage.length
+            here = [streams[prefix] for prefix in prefixes]
+            shares = normalise(weights or [stream.tokens for stream in here])
+            reads = prefixes, shares, phase.length
             if reads != reads_before:
                 reads_before = reads
-                begins, first = [positions[prefix] for prefix in prefixes], stage.samples
+                begins, first = [positions[prefix] for prefix in prefixes], phase.samples
             order = None
             if len(prefixes) > 1:
-                size = stage.samples + count - first
+                size = phase.samples + count - first
                 order = find_blend_order(normalise(shares), max(1, size), self.cache)
-            part = OfStreams(of_stage, begins, first, stage.length, order)
-            read_here = part.count_by_corpus(stage.samples, stage.samples + count)
+            part = OfStreams(here, begins, first, phase.length, order)
+            read_here = part.count_by_corpus(phase.samples, phase.samples + count)
             for prefix, samples_read in read_here.items():
-                positions[prefix] += samples_read * stage.length
+                positions[prefix] += samples_read * phase.length
             found.append(part)
         return tuple(found)
 

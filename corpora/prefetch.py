@@ -23,7 +23,7 @@ from torch import Tensor
 from base.errors import UserError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
-from corpora.streams import Staged
+from corpora.streams import PhasedSamples
 
 READERS = 4  # the number of threads: so many reads can wait for a disk at the same time
 AHEAD = 8  # so many micro-batches are read, or in the queue, before the rank asks for them
@@ -191,7 +191,7 @@ class Prefetcher:
         here, not in the threads: a tensor for each array of its rows (`objective.fields`).
         """
         shape = self.shape
-        if isinstance(samples, Staged):  # samples of stages may have different lengths
+        if isinstance(samples, PhasedSamples):  # samples of phases may have different lengths
             shape = (shape[0], samples.length_of(first))
         tensors = {
             name: torch.empty(shape, dtype=torch.int64, pin_memory=self.pinned)

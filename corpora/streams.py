@@ -1,11 +1,11 @@
-"""The samples of a run with stages (--stages): each corpus is a stream that goes on where it was.
+"""The samples of a run with phases (--phases): each corpus is a stream that goes on where it was.
 
     joined text of an epoch    its documents shuffled, one after the other: T tokens
     blocks                     |---U---|---U---|---U---|...       cut every U tokens, then shuffled
     stream of a corpus         all blocks of epoch 1, then all blocks of epoch 2, ...
     sample of L tokens         the next L tokens of the stream, and the token that follows
 
-The position in a corpus is a number of tokens of its stream. It is the sum of what the stages
+The position in a corpus is a number of tokens of its stream. It is the sum of what the phases
 before have taken, so it follows from the plan and the past of the run alone. Any number of tokens
 of a sample can be read from any position: at a change of --seq-length nothing is lost and nothing
 is read twice, and every token of an epoch is read before the first token of the next epoch.
@@ -18,7 +18,7 @@ blocks stay whole multiples of the samples' length from the stream's beginning.
 
 The label of a sample's last token is the token that follows it in the text, and not in the stream.
 
-What a run without --stages has read before it got some is in another order (sample_order.py): its
+What a run without --phases has read before it got some is in another order (sample_order.py): its
 samples are the blocks with which the stream begins, those that were read first.
 """
 
@@ -40,7 +40,7 @@ RULE = 1  # the version of the order of a stream: cached orders of another versi
 
 @dataclass(eq=False)
 class Part:
-    """A part of a stream: an epoch, or what a run has read before it had stages.
+    """A part of a stream: an epoch, or what a run has read before it had phases.
 
     order: the sequences of the joined text. ends: the tokens of the joined text up to the end of
     each. first: tokens before the first whole block. blocks: the number of each whole block, in the
@@ -94,7 +94,7 @@ class CorpusStream:
 
     sequences: the split's range of sequences, which hold at least one token. size: the tokens of a
     block. vocab_size: as for GPTSamples. earlier: the orders in which the run has read the corpus
-    before it had stages, and taken: how many of their samples it has read.
+    before it had phases, and taken: how many of their samples it has read.
     """
 
     def __init__(
@@ -238,8 +238,8 @@ class CorpusStream:
         ]
 
 
-class StageSamples(Protocol):
-    """The samples of a stage by their numbers in the run; the methods are those of data.Samples."""
+class PhaseSamples(Protocol):
+    """The samples of a phase by their numbers in the run; the methods are those of data.Samples."""
 
     def sample(self, k: int) -> np.ndarray:
         """Return the tokens of sample k, int64."""
@@ -259,10 +259,10 @@ class StageSamples(Protocol):
 
 @dataclass(eq=False)
 class OfStreams:
-    """The samples of a stage that reads streams, by weight.
+    """The samples of a phase that reads streams, by weight.
 
     streams, positions: of each corpus, and where it is before sample `first` of the run, with which
-    this stage begins, or stages before it that read the same. length: the tokens of a sample.
+    this phase begins, or phases before it that read the same. length: the tokens of a sample.
     order: which corpus each sample from `first` on is from; None: there is one corpus.
     """
 
@@ -311,16 +311,16 @@ class OfStreams:
 
 
 @dataclass(eq=False)
-class Staged:
-    """The samples of all stages of a run, by their numbers in the run.
+class PhasedSamples:
+    """The samples of all phases of a run, by their numbers in the run.
 
-    begins: the number of the first sample of each stage. lengths: the tokens of a sample of each.
+    begins: the number of the first sample of each phase. lengths: the tokens of a sample of each.
     parts: the samples of each. total: the samples of the run.
     """
 
     begins: Sequence[int]
     lengths: Sequence[int]
-    parts: Sequence[StageSamples]
+    parts: Sequence[PhaseSamples]
     total: int
 
     def __len__(self) -> int:
@@ -330,12 +330,12 @@ class Staged:
         """Return the tokens of sample k, without the last label."""
         return self.lengths[bisect.bisect_right(self.begins, k) - 1]
 
-    def _part(self, k: int) -> StageSamples:
-        """Return the samples of the stage that has sample k."""
+    def _part(self, k: int) -> PhaseSamples:
+        """Return the samples of the phase that has sample k."""
         return self.parts[bisect.bisect_right(self.begins, k) - 1]
 
     def sample(self, k: int) -> np.ndarray:
-        """Return the tokens of sample k: one more than the tokens of a sample of its stage."""
+        """Return the tokens of sample k: one more than the tokens of a sample of its phase."""
         return self._part(k).sample(k)
 
     def answers(self, k: int) -> np.ndarray:
@@ -361,7 +361,7 @@ class Staged:
 
 
 def orders_of(samples: GPTSamples | Continued | Blend) -> dict[str, list[GPTSamples]]:
-    """Return by prefix the orders in which samples without stages read each corpus, in turn."""
+    """Return by prefix the orders in which samples without phases read each corpus, in turn."""
     if isinstance(samples, GPTSamples):
         return {samples.dataset.prefix: [samples]}
     found: dict[str, list[GPTSamples]] = {}

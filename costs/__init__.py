@@ -8,5 +8,6 @@ memory_terms    every term of a GPU's bytes; memory adds them for each pipeline 
 muon_terms      seconds and bytes of Muon's iteration and of its exchange of matrices
 partition_costs the stages of a layout, by the seconds of embedding, block and head
 auto_schedule   what --schedule auto chooses
+run_size        how much a run holds on one rank, estimated
 risk            intervals, and the probability that a layout does not fit
 """

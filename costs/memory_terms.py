@@ -25,7 +25,7 @@ from architecture.model_stats import (
     normed_width,
 )
 from architecture.shape import ModelShape
-from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
+from config.buffer_sizes import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
 from costs.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
 

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from architecture import dispatch
-from config.schema import AXES, Config, coordinates, rows_along
+from config.mesh_axes import AXES, coordinates, rows_along
+from config.schema import Config
 from distributed.collectives import Group
 from distributed.context import Context
 from distributed.placement import nodes_sent_once

@@ -19,7 +19,8 @@ from typing import Any
 from architecture import dispatch
 from architecture.shape import ModelShape
 from base.errors import UserError, number_ranges
-from config.schema import Layout, rows_along
+from config.mesh_axes import rows_along
+from config.schema import Layout
 
 Say = Callable[[str], None]  # prints a line on rank 0
 

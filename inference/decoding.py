@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from architecture.shape import ModelShape
-from config.schema import Config, rows_along
+from config.mesh_axes import rows_along
+from config.schema import Config
 from corpora.text import SAMPLE_TOKENS, prompts_of_run
 from layers.attention import KeyValueCache, local_slopes
 from layers.rotary import text_switch

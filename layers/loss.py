@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config.schema import LOGITS_AT_ONCE
+from config.buffer_sizes import LOGITS_AT_ONCE
 from distributed.collectives import Group
 from parallel import ParamFactory, ParamSpec, compile_kernel, exact_dtype
 

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config.schema import BUCKET_ELEMENTS, Training, bucket_elements
+from config.buffer_sizes import BUCKET_ELEMENTS, bucket_elements
+from config.schema import Training
 from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim import adam8bit, update_rules

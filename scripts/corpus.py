@@ -4,9 +4,9 @@
     python scripts/corpus.py verify data/books data/news
     python scripts/corpus.py merge --out data/all data/books data/news
     python scripts/corpus.py split --out data/part data/books --shares 9,1
-    python scripts/corpus.py order --stages months.toml ...      (the options of train.py)
+    python scripts/corpus.py order --phases months.toml ...      (the options of train.py)
 
-`order` says which epochs of each corpus the stages of a run will read, and which corpora are read
+`order` says which epochs of each corpus the phases of a run will read, and which corpora are read
 more often than max_epochs of the file says. With --resume it goes on from a checkpoint.
 
 prepare_data.py writes PREFIX.sha256 beside the pair, in the format of sha256sum; `verify` reads
@@ -145,9 +145,9 @@ def main(arguments: list[str]) -> None:
     """Do one command; raises UserError."""
     if arguments[:1] == ["order"] and not {"-h", "--help"} & set(arguments):
         config = parse_request(arguments[1:], resumed=inherited_options).config
-        from corpora import stage_table  # it imports torch
+        from corpora import phase_table  # it imports torch
 
-        print("\n".join(stage_table.table(config)))
+        print("\n".join(phase_table.table(config)))
         return
     form = argparse.RawDescriptionHelpFormatter
     text, _, usage = (__doc__ or "").partition("\n\n")

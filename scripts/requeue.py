@@ -7,7 +7,7 @@ STATUS: of the supervisor. One line says what was decided and why:
     the job was cancelled, by scancel           not requeued, whatever STATUS is
     Slurm requeues it itself (a node is down)   nothing to do
     75: stopped early, everything is saved      requeued, also at the time limit or if preempted
-    75 at the end of a stage of STAGES          the next stage's job is submitted (stages.py)
+    75 at the end of a segment of SEGMENTS      the next one's job is submitted (growing_jobs.py)
     a rank was lost: dead, hung or missing      requeued at most MOST_LOST times in a row without a
                                                 new checkpoint
     what the supervisor has stopped             not requeued
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from base.errors import UserError
 from config.command_line import parse
-from scripts import stages
+from scripts import growing_jobs
 from tools.supervisor.command import run_options
 from tools.supervisor.decisions import SupervisorAction, read_entries
 from tools.supervisor.evidence import LOST
@@ -69,15 +69,15 @@ def decide(status: int, out: Path, job: str, job_id: str, restarts: int) -> tupl
     return count <= MOST_LOST, f"{text}; at most {MOST_LOST}"
 
 
-def next_stage(path: str | None, words: list[str], out: Path) -> str | None:
-    """Submit the job of the next stage if the run with these options is at the end of one; what was
-    done. path: of STAGES, if there are stages. UserError.
+def next_segment(path: str | None, words: list[str], out: Path) -> str | None:
+    """Submit the job of the next segment if the run with these options is at the end of one; what
+    was done. path: of SEGMENTS, if there are segments. UserError.
     """
     stop = parse(words).run.stop_at_samples if path else 0
-    consumed = stages.consumed_samples(str(out))
+    consumed = growing_jobs.consumed_samples(str(out))
     if not path or not stop or consumed < stop:
         return None
-    return stages.submit(path, stages.read(path), consumed)
+    return growing_jobs.submit(path, growing_jobs.read(path), consumed)
 
 
 def _value(name: str, job: str) -> str:
@@ -95,19 +95,19 @@ def main() -> None:
     if not job_id or not restarts.isdecimal():
         sys.exit(f"error: SLURM_JOB_ID is {job_id!r}, SLURM_RESTART_COUNT {restarts!r}: not a job")
     out = Path(run_options(words)["out"])
-    shown = stages.run_slurm("scontrol", "show", "job", job_id)
+    shown = growing_jobs.run_slurm("scontrol", "show", "job", job_id)
     requeued, reason = decide(given.status, out, shown, job_id, int(restarts))
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    if requeued and (submitted := next_stage(os.environ.get("STAGES"), words[1:], out)):
+    if requeued and (submitted := next_segment(os.environ.get("SEGMENTS"), words[1:], out)):
         print(f"job {job_id}: {submitted}", flush=True)
-        if array:  # its next elements have the nodes of this stage
-            stages.run_slurm("scancel", "--state=PENDING", array)
+        if array:  # its next elements have the nodes of this segment
+            growing_jobs.run_slurm("scancel", "--state=PENDING", array)
         return
     if requeued and array:
         requeued, reason = False, f"{reason}; the next element of the array resumes"
     print(f"job {job_id}: {'requeued' if requeued else 'not requeued'}: {reason}", flush=True)
     if requeued:
-        stages.run_slurm("scontrol", "requeue", job_id)
+        growing_jobs.run_slurm("scontrol", "requeue", job_id)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@
 # early, and a requeued job may wait for two minutes before it starts. While the file of --kill-switch
 # exists, train.py does not start again.
 #
-# With STAGES=FILE, which `plan.py rampup --submit` sets, the stage's options replace those of the batch
-# file, and at the end of a stage the next one's job is submitted, with its --nodes (scripts/stages.py).
+# With SEGMENTS=FILE, which `plan.py rampup --submit` sets, the segment's options replace those of the batch
+# file, and at the end of a segment the next one's job is submitted, with its --nodes (scripts/growing_jobs.py).
 #
 # With GPU=NAME, a machine of hardware/, the run is rehearsed before srun, on CPU cores of the first
 # node: rehearse.py, a process, 10 s to a minute. A run that it rejects ends here with status 2.
@@ -25,10 +25,11 @@
 ranks() {
     local words step status spare=${SPARE_NODES:-0} fewer=()
     mkdir -p "$LOGS"
-    if [ -n "${STAGES:-}" ]; then
-        words=$(.venv/bin/python scripts/stages.py words "$STAGES" "$@") || return 2
-        set -- "$@" $words # of the stage; none has a space in it
-        echo "stage: $words"
+    export SEGMENTS="${SEGMENTS:-${STAGES:-}}" # a job of version 0.3 or earlier has STAGES
+    if [ -n "$SEGMENTS" ]; then
+        words=$(.venv/bin/python scripts/growing_jobs.py words "$SEGMENTS" "$@") || return 2
+        set -- "$@" $words # of the segment; none has a space in it
+        echo "segment: $words"
     fi
     [ "${GPU:-none}" = none ] || not_rejected "$@" || return 2
     [ "${GPU:-none}" = none ] || fewer=(--gpu "$GPU" --max-slowdown "${MAX_SLOWDOWN:-1.5}")

@@ -38,7 +38,8 @@ from base.regular_files import MOST_OF_ROWS, read_regular
 from checkpointing import folders
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress, checkpoints_folder
-from config.schema import Config, coordinates
+from config.mesh_axes import coordinates
+from config.schema import Config
 from data import Batch
 from distributed.collectives import MAX, Group
 from distributed.store import StoreExchange

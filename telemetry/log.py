@@ -34,9 +34,9 @@ from architecture.shape import ModelShape
 from base.cli import VERSION
 from base.errors import NOT_WRITTEN, UserError, printable
 from checkpointing.state import Progress
+from config.phases import PlacedPhase
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config
-from config.stages import PlacedStage
 from corpora.tasks import TaskResult
 from costs import hardware
 from distributed.context import Context
@@ -256,12 +256,12 @@ class Log:
         self._write(row)
         self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))
 
-    def stage(self, stage: PlacedStage, done: int) -> None:
-        """Print the line of a stage of --stages that begins, or that a start goes on with.
+    def phase(self, phase: PlacedPhase, done: int) -> None:
+        """Print the line of a phase of --phases that begins, or that a start goes on with.
 
         done: the number of steps done.
         """
-        self.note(log_lines.of_stage(self.config, stage, done))
+        self.note(log_lines.of_phase(self.config, phase, done))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
         """Write the row and the log line of an evaluation.
@@ -445,11 +445,11 @@ class Log:
                 "numpy": np.__version__,
             },
         }
-        if self.config.stages:
+        if self.config.phases:
             self.facts["total_steps"] = self.total  # the end may be a number of tokens
-            self.facts["stages"] = [
+            self.facts["phases"] = [
                 {"name": s.name, "from_tokens": s.tokens, "from_step": s.step}
-                for s in self.config.stages
+                for s in self.config.phases
             ]
         if branch := self.config.past.branch:
             self.facts["branch"] = branch._asdict()

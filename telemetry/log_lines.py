@@ -1,7 +1,7 @@
 """Text that people read: when a run starts, while it trains, and when it ends.
 
     of_step(row, total, steps, ...)     step 120/500 | loss 3.2104 | ... | 1:02:03 left
-    at_start(config, facts, ...)        layout, batches, kernels, stages, the schedule
+    at_start(config, facts, ...)        layout, batches, kernels, phases, the schedule
     summary(config, facts, ...)         seconds of steps and losses of a whole run
 
 telemetry/log.py calls these functions.
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from architecture.families import export_note
+from config.phases import PlacedPhase
 from config.schema import Config
-from config.stages import PlacedStage
 from corpora.tasks import TaskResult
 from schedules import partition, simulation
 from schedules.orders import of_layout
@@ -137,20 +137,20 @@ def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
 
 
-def of_stage(config: Config, stage: PlacedStage, done: int) -> str:
-    """Return the log line of a stage of --stages. done: the steps of the run before it is printed.
+def of_phase(config: Config, phase: PlacedPhase, done: int) -> str:
+    """Return the log line of a phase of --phases. done: the steps of the run before it is printed.
 
-    A start that goes on with a stage says at which step it began.
+    A start that goes on with a phase says at which step it began.
     """
-    parts = [f"{stage.batch} samples of {stage.length} tokens", " ".join(map(str, stage.data))]
-    own = stage.stage
+    parts = [f"{phase.batch} samples of {phase.length} tokens", " ".join(map(str, phase.data))]
+    own = phase.settings
     if own.has_rate:
         parts.append(f"rate {own.lr_schedule}")
-    begin = f"from step {stage.step + 1}, {stage.tokens:,} tokens"
-    if done > stage.step:
+    begin = f"from step {phase.step + 1}, {phase.tokens:,} tokens"
+    if done > phase.step:
         begin += " (begun before)"
-    number = config.stages.index(stage) + 1
-    return f" stage {number} of {len(config.stages)}, {stage.name}: {begin} | {' | '.join(parts)}"
+    number = config.phases.index(phase) + 1
+    return f" phase {number} of {len(config.phases)}, {phase.name}: {begin} | {' | '.join(parts)}"
 
 
 def of_task(name: str, iteration: int, total: int, result: TaskResult) -> str:
@@ -262,8 +262,8 @@ def _of_batches(config: Config) -> list[str]:
     With several sizes, the line has the step at which each begins, and the number of samples before
     the last size begins.
     """
-    if config.stages:
-        return [_of_stages(config), *_of_skipped(config)]
+    if config.phases:
+        return [_of_phases(config), *_of_skipped(config)]
     levels = config.batches.levels()
     last_level = levels[-1]
     text = f"{levels[0].batch} samples"
@@ -283,11 +283,11 @@ def _of_skipped(config: Config) -> list[str]:
     return [f"batches that hold samples of {ranges} are skipped"]
 
 
-def _of_stages(config: Config) -> str:
-    """Return the start-up line about the stages of --stages: where each begins, where all end."""
-    begins = [f"{s.name} from step {s.step + 1} ({s.tokens:,} tokens)" for s in config.stages]
+def _of_phases(config: Config) -> str:
+    """Return the start-up line about the phases of --phases: where each begins, where all end."""
+    begins = [f"{s.name} from step {s.step + 1} ({s.tokens:,} tokens)" for s in config.phases]
     total = config.tokens_at(config.total_samples)
-    return f"stages: {', '.join(begins)}; {config.total_steps} steps, {total:,} tokens"
+    return f"phases: {', '.join(begins)}; {config.total_steps} steps, {total:,} tokens"
 
 
 def finished(steps: int, samples: int, left: int, batch: int) -> str:

@@ -25,7 +25,8 @@ import psutil
 import torch
 
 from checkpointing.save import Checkpointer
-from config.schema import Config, Layout, coordinates, rows_along
+from config.mesh_axes import coordinates, rows_along
+from config.schema import Config, Layout
 from distributed.collectives import Group
 from distributed.mesh import Mesh
 from distributed.stop_conditions import RequestedAction, StopConditions

@@ -25,7 +25,7 @@ import trainer
 from base.errors import NodeError
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
-from config import validation
+from config import buffer_sizes, validation
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry.audit import Audit
@@ -128,5 +128,5 @@ def drawn(source: random.Random, products: list[int]) -> dict:
 
 
 if __name__ == "__main__":
-    golden_worker.configuration.LEAST_BUCKET = 1
+    buffer_sizes.LEAST_BUCKET = 1
     golden_worker.run_jobs(run_job)

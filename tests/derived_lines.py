@@ -27,7 +27,7 @@ WITHOUT_A_LINE = {
     *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
     "skip_samples",
     *("ema", "eval_ema"),  # tests/test_weight_average.py
-    "stages",  # tests/test_stages.py
+    "phases",  # tests/test_phases.py
     "eval_tasks",  # tests/test_tasks.py
 }
 # The files of golden lines that name every option which is not above.

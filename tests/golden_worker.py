@@ -19,8 +19,8 @@ import torch
 import data
 import trainer
 from architecture import dispatch
+from config import buffer_sizes, validation
 from config import schema as configuration
-from config import validation
 from config.command_line import build
 from config.learning_rate import learning_rate
 from distributed.context import Context, start
@@ -176,6 +176,6 @@ def run_compiled(config: configuration.Config, context: Context) -> dict:
 
 
 if __name__ == "__main__":
-    configuration.LEAST_BUCKET = 1  # several buckets, which are reduced in the last backward
+    buffer_sizes.LEAST_BUCKET = 1  # several buckets, which are reduced in the last backward
     dispatch.LEAST_SPARED = 0.0  # with experts on several nodes a token is always sent once to each
     run_jobs(run_case)

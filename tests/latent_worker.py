@@ -10,7 +10,7 @@ import golden_worker
 import torch
 from torch import Tensor
 
-from config import validation
+from config import buffer_sizes, validation
 from distributed.collectives import Group, gather_sequence, spread_to_tp
 from distributed.context import Context
 from layers import latent_attention
@@ -86,5 +86,5 @@ def run_case(job: dict, context: Context) -> dict:
 
 
 if __name__ == "__main__":
-    golden_worker.configuration.LEAST_BUCKET = 1
+    buffer_sizes.LEAST_BUCKET = 1
     golden_worker.run_jobs(run_case)

@@ -185,7 +185,7 @@ rampup --rampup-batch-size 16 16 1600 --nodes-by-batch 16:1 --gpus 12 | leave ou
 rampup --rampup-batch-size 16 16 1600 --nodes-by-batch 16 | takes BATCH:NODES, such as 192:18
 rampup --rampup-batch-size 16 16 1600 --nodes-by-batch 16:1 | how long is the run? give --train-
 layouts --model 176b --nodes-by-batch 3:1 | --nodes-by-batch goes with rampup, not layouts
-rampup --rampup-batch-size 16 16 1600 --deadline 3 | --deadline is gone: name the stages yourself
+rampup --rampup-batch-size 16 16 1600 --deadline 3 | --deadline is gone: name the segments yourself
 rampup --rampup-batch-size 16 16 1000 --global-batch-size 33 | a ramp-up from 16 by 16 over 1000
 timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or directory
 timeline --schedule auto --pp 8 --layers 32 --trace nowhere/t.json | cannot write nowhere/t.json

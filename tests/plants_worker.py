@@ -20,7 +20,7 @@ from plants import Sites
 
 import data
 import trainer
-from config import validation
+from config import buffer_sizes, validation
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry import pass_times
@@ -91,5 +91,5 @@ def run_job(job: dict, context: Context) -> dict:
 
 
 if __name__ == "__main__":
-    golden_worker.configuration.LEAST_BUCKET = 1
+    buffer_sizes.LEAST_BUCKET = 1
     golden_worker.run_jobs(run_job)

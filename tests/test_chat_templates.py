@@ -235,7 +235,7 @@ MEASURED = """
 import re, resource, sys
 from pathlib import Path
 from corpora.chat_templates import ChatTemplate
-from config.errors import UserError
+from base.errors import UserError
 try:
     with ChatTemplate(sys.argv[1]) as template:
         template.render([{"role": "user", "content": "ab"}])

@@ -80,7 +80,7 @@ def test_an_option_that_needs_another_is_tried_and_says_nothing_at_its_default()
     firsts = {words.removeprefix("--set ").partition("=")[0].split()[0] for words in USELESS}
     tried = {word.removeprefix("--no-").lstrip("-").replace("-", "_") for word in firsts}
     assert tried <= {*named}
-    assert {*BY_HAND} <= tried | {"decay_tokens"}  # needs a checkpoint: tests/test_stage_runs.py
+    assert {*BY_HAND} <= tried | {"decay_tokens"}  # needs a checkpoint: tests/test_phase_runs.py
     same = "--sgd-momentum 0.9 --set max_positions=32 --positions alibi --async-save --loss-scale 0"
     assert configure(f"{BASE} {same} --seq-length 32").model.max_positions == 32
 

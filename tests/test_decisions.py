@@ -331,7 +331,7 @@ def test_decisions_of_the_future_do_not_count_for_ever(tmp_path, monkeypatch):
 
 REFUSED = """
 import sys
-from config.errors import NodeError
+from base.errors import NodeError
 from config.run_options import Run
 from distributed.context import start
 from distributed.launch import Launch

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from architecture.shape import ModelShape
-from config.schema import Layout, coordinates, rows_along
+from config.mesh_axes import coordinates, rows_along
+from config.schema import Layout
 from tools.emulator import rehearsal
 from tools.emulator.matching import RunTraces, mismatches
 from tools.emulator.recording import Event

@@ -54,7 +54,7 @@ def test_the_page_has_an_answer_for_every_command_and_its_programs_exist():
     assert len(PLANS) >= 12
     assert len(RUNS) >= 4
     named = set(re.findall(r"`(?:bash |python )?((?:scripts/)?\w+\.(?:py|sh))", PAGE))
-    assert {"scripts/bench_allreduce.sh", "scripts/stages.py", "tune.py"} <= named
+    assert {"scripts/bench_allreduce.sh", "scripts/growing_jobs.py", "tune.py"} <= named
     assert [name for name in named if not Path(ROOT, name).exists()] == []
 
 

@@ -1,4 +1,4 @@
-"""A ramp-up in stages of nodes: if this failed, a chain of jobs would not be one loss curve."""
+"""A ramp-up in segments of nodes: if this failed, a chain of jobs would not be one loss curve."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from config import validation
 from config.command_line import parse
 from costs.job import Job
 from costs.step_time import predict
-from scripts import stages
+from scripts import growing_jobs
 from tools.planner import growth
 
 # Sizes 2, 4 and 12: four steps of each.
@@ -45,34 +45,34 @@ def question_of(line: str):
     return plan.question_of(*plan.parser().parse_known_args(line.split()))
 
 
-def test_every_stage_of_blooms_ramp_up_is_one_that_train_py_starts():
+def test_every_segment_of_blooms_ramp_up_is_one_that_train_py_starts():
     """On the nodes that the user named, each with the fastest layout for its batch sizes."""
     data = ask(f"{BLOOM} --nodes-by-batch 192:18 400:32 2048:48").data
     model = "--model 176b --global-batch-size 2048 --train-samples 220000000"
-    assert [stage["nodes"] for stage in data["stages"]] == [18, 32, 48]
-    for before, after in itertools.pairwise(data["stages"]):
+    assert [segment["nodes"] for segment in data["segments"]] == [18, 32, 48]
+    for before, after in itertools.pairwise(data["segments"]):
         assert before["stop_at_samples"] == after["begin_at_samples"] > 0
     reached = []
-    for stage in data["stages"]:
+    for segment in data["segments"]:
         words = f"{model} --rampup-batch-size 192 16 9765625 --precision bf16 --resume auto"
-        checked = validation.check(parse(words.split() + stage["words"]), stage["gpus"])
-        assert checked.layout.dp == stage["layout"]["dp"]
+        checked = validation.check(parse(words.split() + segment["words"]), segment["gpus"])
+        assert checked.layout.dp == segment["layout"]["dp"]
         sizes = [level.batch for level in checked.levels]
-        assert [sizes[0], sizes[-1]] == stage["batches"]
+        assert [sizes[0], sizes[-1]] == segment["batches"]
         reached += sizes
     assert reached == list(range(192, 2049, 16))
     assert data["gpu_hours"] == pytest.approx(
-        sum(24 * stage["days"] * stage["gpus"] for stage in data["stages"])
+        sum(24 * segment["days"] * segment["gpus"] for segment in data["segments"])
     )
 
 
 @pytest.mark.slow
-def test_a_stage_has_the_fastest_of_the_layouts_that_run_all_its_sizes():
-    """Without the smaller sizes of the stage, a faster layout may come first."""
+def test_a_segment_has_the_fastest_of_the_layouts_that_run_all_its_sizes():
+    """Without the smaller sizes of the segment, a faster layout may come first."""
     question = question_of(BLOOM)
     levels = growth.levels_of_run(question.config)
-    (stage,) = growth.stages_of(levels, [(192, 36)])
-    layout, seconds = growth.fastest(question, stage)
+    (segment,) = growth.segments_of(levels, [(192, 36)])
+    layout, seconds = growth.fastest(question, segment)
     assert all(level.batch % (layout.micro_batch_size * layout.dp) == 0 for level in levels)
     tried = 0
     for pp in (1, 2, 4, 6, 9, 12, 18, 24, 36):
@@ -87,7 +87,7 @@ def test_a_stage_has_the_fastest_of_the_layouts_that_run_all_its_sizes():
                 if not prediction.fits or prediction.risk > question.options.risk:
                     continue
                 tried += 1
-                assert growth.seconds_of(question, other, stage) >= seconds * (1 - 1e-9)
+                assert growth.seconds_of(question, other, segment) >= seconds * (1 - 1e-9)
     assert tried > 3
 
 
@@ -106,9 +106,12 @@ def test_a_stage_has_the_fastest_of_the_layouts_that_run_all_its_sizes():
             "192:7",
             "no layout on 7 nodes (56 GPUs of a100-80) fits and runs the batches 192 to 2048",
         ),
-        ("192:18 --nodes 48", "--nodes-by-batch names the nodes of each stage: leave out --nodes"),
+        (
+            "192:18 --nodes 48",
+            "--nodes-by-batch names the nodes of each segment: leave out --nodes",
+        ),
         ("192:18 --submit x.slurm", "--submit needs --jobs FILE"),
-        ("192:18 --deadline 95", "--deadline is gone: name the stages yourself"),
+        ("192:18 --deadline 95", "--deadline is gone: name the segments yourself"),
     ],
 )
 def test_a_mistake_is_a_sentence(words, sentence):
@@ -152,7 +155,7 @@ def test_only_the_batches_of_the_start_must_divide():
         ),
     ],
 )
-def test_stages_that_cannot_be(words, sentence):
+def test_segments_that_cannot_be(words, sentence):
     with pytest.raises(UserError) as caught:
         validation.check(parse(f"{WORDS} {words}".split()), 1)
     assert str(caught.value) == sentence
@@ -161,8 +164,8 @@ def test_stages_that_cannot_be(words, sentence):
 # ---- The chain of jobs ---------------------------------------------------------------------------
 
 
-def staged(folder: Path, **environment: str) -> None:
-    """Plan the run over 1, 2 and 3 nodes and submit its first stage."""
+def submit_first(folder: Path, **environment: str) -> None:
+    """Plan the run over 1, 2 and 3 nodes and submit its first segment."""
     folder.mkdir(exist_ok=True)
     start_of_all = f"ranks train.py {WORDS} --tp 1 --pp 1 --out {folder}/run --resume auto"
     write_batch(folder / "batch.slurm", f"--time=10 --output={folder}/job-%j.txt", start_of_all)
@@ -170,7 +173,7 @@ def staged(folder: Path, **environment: str) -> None:
     line = (
         f"rampup --gpu cpu --calibration {folder}/one.toml --nodes-by-batch 2:1 4:2 12:3 --zero 1 "
     )
-    line += f"--recompute none {WORDS} --tp 1 --pp 1 --jobs {folder}/stages.json"
+    line += f"--recompute none {WORDS} --tp 1 --pp 1 --jobs {folder}/segments.json"
     words = [*line.split(), "--submit", str(folder / "batch.slurm")]
     outcome = start([sys.executable, "plan.py", *words], **environment)
     assert outcome.status == 0, outcome.err
@@ -188,7 +191,7 @@ def curve(run: Path) -> list[tuple]:
 
 
 def check_one_curve(folder: Path) -> None:
-    """Check that a run in stages has the loss curve of one rank without stages."""
+    """Check that a run in segments has the loss curve of one rank without segments."""
     words = [*WORDS.split(), "--out", str(folder / "straight")]
     outcome = fork_one("train.py", *words)
     assert outcome.status == 0, outcome.err
@@ -205,8 +208,8 @@ def runs_of(run: Path) -> list[Path]:
 
 
 SLURM = {
-    "sbatch": 'echo "$@" >>{bin}/jobs; echo "STAGES $STAGES $SLURM_RESTART_COUNT" >>{bin}/jobs; '
-    "echo 8",
+    "sbatch": 'echo "$@" >>{bin}/jobs; '
+    'echo "SEGMENTS $SEGMENTS $SLURM_RESTART_COUNT" >>{bin}/jobs; echo 8',
     "scancel": 'echo "scancel $@" >>{bin}/jobs',
     "scontrol": """case $2 in
 job) printf 'JobId=7\\n JobState=RUNNING Reason=None Restarts=0 PreemptTime=None\\n' ;;
@@ -233,24 +236,25 @@ def test_a_chain_of_jobs_over_three_numbers_of_nodes_is_one_curve(tmp_path):
     """The batch file with commands in place of Slurm's, as one job after the other."""
     own = commands_of_slurm(tmp_path / "bin")
     path, jobs = f"{own}:{os.environ['PATH']}", own / "jobs"
-    staged(tmp_path, PATH=path)
+    submit_first(tmp_path, PATH=path)
 
     def job(nodes: int, **more: str) -> Outcome:
         facts = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(ROOT)}
         facts |= {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "n", "PATH": path}
-        facts |= {"STAGES": str(tmp_path / "stages.json")} | more
+        facts |= {"SEGMENTS": str(tmp_path / "segments.json")} | more
         return start(["bash", str(tmp_path / "batch.slurm")], **facts)
 
     for nodes in (1, 2, 3):
-        (line, stages_line) = jobs.read_text().splitlines()[-2:]
+        (line, segments_line) = jobs.read_text().splitlines()[-2:]
         assert line == f"--parsable --export=ALL --nodes={nodes} {tmp_path / 'batch.slurm'}"
-        assert stages_line == f"STAGES {tmp_path / 'stages.json'} "  # and no number of restarts
-        if nodes == 2:  # a job of other nodes than its stage's
+        # The environment has no number of restarts.
+        assert segments_line == f"SEGMENTS {tmp_path / 'segments.json'} "
+        if nodes == 2:  # a job of other nodes than its segment's
             assert "error: SPARE_NODES is 'x', not a whole number" in job(2, SPARE_NODES="x").err
             wrong = job(3)
             assert wrong.status == 2
-            assert "error: after 8 samples the stage has 2 nodes and 2 ranks, but" in wrong.err
-            check_starts_at_no_stage(tmp_path / "run", tmp_path / "other")
+            assert "error: after 8 samples the segment has 2 nodes and 2 ranks, but" in wrong.err
+            check_starts_at_no_segment(tmp_path / "run", tmp_path / "other")
         array = {"SLURM_ARRAY_JOB_ID": "5"} if nodes == 2 else {}
         done = job(nodes, SLURM_RESTART_COUNT="0", **array)
         assert done.status == (0 if nodes == 3 else 75), done.out + done.err
@@ -269,7 +273,7 @@ def test_a_chain_of_jobs_over_three_numbers_of_nodes_is_one_curve(tmp_path):
 def test_a_ramp_up_over_three_numbers_of_nodes_by_slurm_is_one_curve(slurm, tmp_path):
     """Each job submits the next one by sbatch, with other --nodes."""
     folder = tmp_path / "growing"
-    staged(folder)
+    submit_first(folder)
 
     def output() -> str:
         return "\n".join(path.read_text() for path in sorted(folder.glob("job-*.txt")))
@@ -283,7 +287,7 @@ def test_a_ramp_up_over_three_numbers_of_nodes_by_slurm_is_one_curve(slurm, tmp_
     check_one_curve(folder)
 
 
-def check_starts_at_no_stage(run: Path, out: Path) -> None:
+def check_starts_at_no_segment(run: Path, out: Path) -> None:
     """After 8 samples: one that begins later is a mistake, one that stops there ends at once."""
     words = ["train.py", *WORDS.split(), "--out", str(out), "--resume", str(run)]
     early = fork_one(*words, "--begin-at-samples", "24")
@@ -298,22 +302,26 @@ def check_starts_at_no_stage(run: Path, out: Path) -> None:
 def test_a_batch_file_of_other_options_is_refused(tmp_path):
     """The plan's words replace those of the layout; model, sizes and the rest must be the same."""
     own = commands_of_slurm(tmp_path / "bin")
-    staged(tmp_path, PATH=f"{own}:{os.environ['PATH']}")
-    tree = stages.read(str(tmp_path / "stages.json"))
+    submit_first(tmp_path, PATH=f"{own}:{os.environ['PATH']}")
+    tree = growing_jobs.read(str(tmp_path / "segments.json"))
     run = [*WORDS.split(), "--out", str(tmp_path / "run"), "--resume", "auto"]
-    assert stages.words_of(tree, [*run, "--tp", "4"], 1, 1) == tree["stages"][0]["words"]
+    assert growing_jobs.words_of(tree, [*run, "--tp", "4"], 1, 1) == tree["segments"][0]["words"]
     for more, sentence in (
         ("--layers 4", "model differs"),
         ("--batch-schedule 0:2 256:4 800:12", "batches differs"),
         ("--schedule gpipe", "schedule differs: 1f1b of the plan and gpipe of the batch file"),
     ):
         with pytest.raises(UserError, match=sentence):
-            stages.words_of(tree, [*run, *more.split()], 1, 1)
-    with pytest.raises(UserError, match="the stage has 1 nodes and 1 ranks, but this job has 1"):
-        stages.words_of(tree, run, 1, 4)
+            growing_jobs.words_of(tree, [*run, *more.split()], 1, 1)
+    with pytest.raises(UserError, match="the segment has 1 nodes and 1 ranks, but this job has 1"):
+        growing_jobs.words_of(tree, run, 1, 4)
     with pytest.raises(UserError, match="leave out --nodes=2"):
-        stages.submit("x", tree | {"sbatch": ["--nodes=2", "x.slurm"]}, 0)
+        growing_jobs.submit("x", tree | {"sbatch": ["--nodes=2", "x.slurm"]}, 0)
     with pytest.raises(UserError, match="names no batch file"):
-        stages.submit("x", tree | {"sbatch": []}, 0)
-    with pytest.raises(UserError, match=r"STAGES .* is not what `plan.py rampup"):
-        stages.read(str(tmp_path / "batch.slurm"))
+        growing_jobs.submit("x", tree | {"sbatch": []}, 0)
+    old = tmp_path / "stages.json"  # of version 0.3
+    text = (tmp_path / "segments.json").read_text()
+    old.write_text(text.replace('"segments"', '"stages"'))
+    assert growing_jobs.read(str(old)) == tree
+    with pytest.raises(UserError, match=r"SEGMENTS .* is not what `plan.py rampup"):
+        growing_jobs.read(str(tmp_path / "batch.slurm"))

@@ -35,7 +35,7 @@ def shortened(text: str) -> str:
 
 def test_the_blocks_are_all_commands():
     assert len(commands()) == 8
-    assert "[[stage]]" in shortened(commands()[1])
+    assert "[[phase]]" in shortened(commands()[1])
     assert 'train_tokens = "24000"' in shortened(commands()[1])
 
 
@@ -50,6 +50,6 @@ def test_the_guide_in_short_form(tmp_path: Path):
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = start(["bash", "-c", "\n".join(lines)], 900, **variables)
     assert done.status == 0, done.out[-4000:]
-    assert " stage 3 of 3, long: from step" in done.out
+    assert " phase 3 of 3, long: from step" in done.out
     assert re.search(r"└ decayed \(step \d+\)", done.out)
     assert (folder / "months.html").stat().st_size > 1000

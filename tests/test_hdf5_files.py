@@ -137,7 +137,7 @@ def test_a_hostile_array_takes_little_memory(case, tmp_path):
     words = ["--out", str(tmp_path / "c"), "--tokenizer", "bytes", str(tmp_path / "c.h5")]
     code = (
         "import re, resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (20, 20));"
-        "from config.errors import UserError; from scripts.prepare_data import main\n"
+        "from base.errors import UserError; from scripts.prepare_data import main\n"
         "try: main(sys.argv[1:])\nexcept UserError: pass\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])"
     )

@@ -31,6 +31,7 @@ TOOLS = (
     ("tools.tuner", "tools.emulator", "tools.numerics"),
     ("tools.supervisor",),
     ("tools.planner",),
+    ("tools.report",),
 )
 ENGINE = (
     ("trainer",),
@@ -65,6 +66,7 @@ WITHOUT_TORCH = (
     "schedules",
     "watchdog",
     "tools.planner",
+    "tools.report",
     "tools.tuner",
     "tools.numerics",
     "tools.supervisor",
@@ -205,7 +207,7 @@ def test_files_import_in_no_circle():
 
 @pytest.mark.parametrize("path", [*files().values(), *outside_files()], ids=name_of)
 def test_a_folder_is_entered_through_its_modules(path):
-    """`from planner import hardware` or `from planner.hardware import load`; nothing else."""
+    """`from costs import hardware` or `from costs.hardware import load`; nothing else."""
     wrong = []
     for module, name in imports(path):
         if place_of(module) in folders() and module not in files():

@@ -117,11 +117,12 @@ def declared() -> list[str]:
         return list(tomllib.load(file)["project"]["scripts"])
 
 
-def test_every_wing_is_installed_and_every_command_has_its_program():
+def test_every_folder_is_installed_and_every_command_has_its_program():
     with open(ROOT / "pyproject.toml", "rb") as file:
         packages = tomllib.load(file)["tool"]["setuptools"]["packages"]
-    folders = {path.parent.name for path in ROOT.glob("*/*.py")} | {"hardware", "scripts"}
-    folders -= {"tests", "benchmarks"}
+    found = {path.parent for path in [*ROOT.glob("*/*.py"), *ROOT.glob("tools/*/*.py")]}
+    folders = {".".join(folder.relative_to(ROOT).parts) for folder in found}
+    folders = folders - {"tests", "benchmarks"} | {"hardware", "scripts"}
     assert sorted(packages) == sorted(["trine", *(f"trine.{name}" for name in folders)])
     for name in declared():
         stem = name.removeprefix(console.PREFIX).replace("-", "_")

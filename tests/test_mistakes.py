@@ -17,11 +17,11 @@ from ranks import ROOT
 from base import errors, paths
 from base.errors import UserError
 from base.paths import check_file
-from config import command_line, validation
+from config import command_line, run_paths, validation
 from costs import memory
 from distributed.placement import threads_asked_for
 from scripts import plot_loss
-from tools.planner import picture
+from tools.report import picture
 
 ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py", "sample.py")
 SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
@@ -87,7 +87,7 @@ def test_an_output_that_cannot_be_written_is_a_sentence_and_no_reader_is_none():
 
 
 def test_closed_standard_streams_are_replaced_so_that_no_file_gets_their_numbers(tmp_path):
-    code = "import os; from config import errors; file = os.open('.', 0); print(file)"
+    code = "import os; from base import errors; file = os.open('.', 0); print(file)"
     show = f"{code}; os.write(3, str(file).encode())"
     with open(tmp_path / "out", "wb") as file:
         shell = ["bash", "-c", 'exec "$@" 3>&1 <&- >&- 2>&-', "bash", sys.executable, "-c", show]
@@ -175,10 +175,10 @@ def test_a_switch_may_be_in_a_folder_that_the_run_makes(tmp_path, flag):
     words = "--layers 4 --hidden 64 --heads 4 --vocab-size 100 --steps 1"
     for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
         given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(folder / "stop")]
-        paths.check_paths(command_line.parse(given))
+        run_paths.check_paths(command_line.parse(given))
     given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(tmp_path / "a-b" / "x")]
     with pytest.raises(UserError, match=f"{flag} .* can never appear: there is no folder .*a-b"):
-        paths.check_paths(command_line.parse(given))
+        run_paths.check_paths(command_line.parse(given))
 
 
 def test_only_what_certainly_does_not_fit_is_refused():

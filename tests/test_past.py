@@ -21,9 +21,10 @@ from config.command_line import parse_request
 from config.inherited import Inherited, changed_constants, inherited
 from config.learning_rate import learning_rate
 from config.past import Past, from_text, to_text
-from config.schema import GROUPS, Config, elements_of_run
+from config.schema import GROUPS, Config
 from config.validation import check
 from costs import memory
+from costs.run_size import elements_of_run
 from telemetry import log_lines
 from telemetry.log import Log, Printed
 
@@ -341,7 +342,7 @@ FROM_THE_CHECKPOINT = [
     "answers_only",
 ]
 OF_THE_START = ["eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema", "cache"]
-OF_THE_START += ["stages"]  # its contents are taken over
+OF_THE_START += ["phases"]  # its contents are taken over
 
 
 def test_a_resume_takes_each_option_as_its_declaration_says():

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 import trainer
 from config import schema, validation
-from config.schema import BUCKET_ELEMENTS
+from config.buffer_sizes import BUCKET_ELEMENTS
 from distributed.collectives import Group
 from distributed.mesh import Mesh
 from optim.buckets import make_buckets
@@ -64,11 +64,11 @@ def test_drawing_takes_little_beside_the_weights():
 
 # Draws a weight on a fake GPU; prints the kernels that it launches, and the bytes that it takes.
 DRAWS_ON_A_GPU = """
-from emulator import device_guard
+from tools.emulator import device_guard
 device_guard.load()
 import torch
-from emulator.fake_devices import fake_devices
-from emulator.recording import recording_context
+from tools.emulator.fake_devices import fake_devices
+from tools.emulator.recording import recording_context
 from parallel import DRAWN_AT_ONCE, draw_normal
 with fake_devices(recording_context(1, 0, 1), "GPU") as meter:
     out = torch.empty(4, DRAWN_AT_ONCE, device="cuda")

@@ -18,7 +18,8 @@ from config.command_line import parse_request, to_words
 from config.spelling import preset
 from config.validation import check_any_length
 from costs.step_time import predict as predict_step
-from tools.planner import layout_table, layouts, model_sizes, picture, questions
+from tools.planner import found_layouts, layout_table, layouts, model_sizes, questions
+from tools.report import picture
 
 
 def ask(line: str) -> questions.Answer:
@@ -141,7 +142,7 @@ def test_a_plain_layout_is_recommended_only_where_it_is_near_on_every_network(
         return SimpleNamespace(layout=name, prediction=told)
 
     simple = line(plain, compared, "plain")
-    found = layout_table._recommended(line(1.0, 1.1, "fast"), [simple])
+    found = found_layouts._recommended(line(1.0, 1.1, "fast"), [simple])
     assert (found is simple) == is_recommended
 
 

@@ -87,16 +87,18 @@ def write_run(folder: Path, name: str = "c", **facts) -> Path:
     return folder
 
 
-def test_the_series_are_those_of_the_rows(tmp_path):
-    stages = [{"name": "one", "from_tokens": 0}, {"name": "two", "from_step": 10}]
-    folder = write_run(tmp_path / "run", stages=[*stages, {"name": "later", "from_tokens": 9999}])
+@pytest.mark.parametrize("name", ["phases", "stages"], ids=["now", "version 0.3"])
+def test_the_series_are_those_of_the_rows(name, tmp_path):
+    phases = [{"name": "one", "from_tokens": 0}, {"name": "two", "from_step": 10}]
+    phases += [{"name": "later", "from_tokens": 9999}]
+    folder = write_run(tmp_path / "run", **{name: phases})
     series = run_page.series_of(read_steps(folder))
     tokens, losses = series.loss
     assert tokens.tolist() == [64.0 * n for n in range(1, 21)]
     assert losses == pytest.approx([5.0 - n / 10 for n in range(1, 21)])
     assert series.resumes == [64.0 * 8], "steps 9 and 10 were trained again"
     assert series.spikes == [64.0 * 12]
-    assert series.stages == {0.0: "one", 640.0: "two"}
+    assert series.phases == {0.0: "one", 640.0: "two"}
     places, share = series.shares["a"]
     assert share.tolist() == [1.0] * 10 + [0.0] * 10
     assert series.shares["c"][1].tolist() == [0.0] * 10 + [1.0] * 10
@@ -116,7 +118,7 @@ def test_the_series_are_those_of_the_rows(tmp_path):
 
 def test_one_page_of_one_file_in_which_names_are_texts(tmp_path, capsys):
     branch = {"run": EVIL, "step": 3}
-    folder = write_run(tmp_path / "a & <b>", EVIL, stages=[{"name": EVIL, "from_tokens": 64}])
+    folder = write_run(tmp_path / "a & <b>", EVIL, phases=[{"name": EVIL, "from_tokens": 64}])
     facts = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(facts | {"branch": branch}))
     out = tmp_path / "page.html"
@@ -131,7 +133,7 @@ def test_one_page_of_one_file_in_which_names_are_texts(tmp_path, capsys):
     assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}
     assert "\x1b" not in page
     shown = EVIL.replace("\x1b", "\\x1b")
-    assert found.texts.count(shown) >= 4, "a stage, a task in three panels, a corpus"
+    assert found.texts.count(shown) >= 4, "a phase, a task in three panels, a corpus"
     assert any(shown in text for text in found.texts if "branch of" in text)
     assert {"loss, nats per token", "accuracy", "bits per byte", "tokens/s"} <= {*found.texts}
     assert {"learning rate", "share of tokens", "spike", "resumed", "books"} <= {*found.texts}
@@ -144,9 +146,9 @@ def test_one_page_of_one_file_in_which_names_are_texts(tmp_path, capsys):
 
 
 HOSTILE = [
-    {"stages": 3},
-    {"stages": [3, {"name": 4, "from_tokens": "x"}, {"name": None, "from_step": 10**30}]},
-    {"stages": [{"from_tokens": float("nan")}, {"name": [], "from_tokens": -5}]},
+    {"phases": 3},
+    {"phases": [3, {"name": 4, "from_tokens": "x"}, {"name": None, "from_step": 10**30}]},
+    {"phases": [{"from_tokens": float("nan")}, {"name": [], "from_tokens": -5}]},
     {"branch": [1, 2]},
     {"branch": {"run": {"a": 1}}},
 ]
@@ -169,7 +171,7 @@ def test_facts_and_rows_of_other_types_are_left_out(facts, tmp_path):
     assert set(series.tasks["accuracy"]) == {"c", "other", "n"}
     assert set(series.evaluations) == {"validation", "books"}
     assert set(series.shares) == {"a", "c"}
-    assert all(0 <= place <= 1280 for place in series.stages)
+    assert all(0 <= place <= 1280 for place in series.phases)
     assert Tags(run_page.page([folder])).open == []
 
 

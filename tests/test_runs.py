@@ -21,7 +21,7 @@ from base.errors import UserError
 from tools.numerics import chart, table
 from tools.numerics.record import differing, find, read
 from tools.planner import run_files
-from tools.planner.picture import PALETTE
+from tools.report.picture import PALETTE
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 61 --device cpu"
 OPTIONS = f"{SHAPE} --global-batch-size 4 --eval-every 2 --eval-samples 4 --save-every 4"

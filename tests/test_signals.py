@@ -157,7 +157,7 @@ def test_a_handler_that_is_installed_among_the_imports_stays():
 
 def test_ctrl_c_in_a_destructor_ends_the_program():
     """Python ignores an exception there, and would go on."""
-    code = "from config import errors\nimport signal\nclass A:\n  def __del__(self):\n    "
+    code = "from base import errors\nimport signal\nclass A:\n  def __del__(self):\n    "
     code += "signal.raise_signal(signal.SIGINT)\n    print('', end='')\nA()\nprint('goes on')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)  # fmt: skip
@@ -168,7 +168,7 @@ def test_ctrl_c_in_a_destructor_ends_the_program():
 COLLECTIONS = """
 import gc, os
 gc.set_threshold(10)
-from config import errors
+from base import errors
 with errors.installed():
     before = sum(x["collections"] for x in gc.get_stats())
     kept = [[] for _ in range(1000)]

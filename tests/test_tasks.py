@@ -405,12 +405,12 @@ def test_a_run_writes_rows_a_line_and_series(tmp_path):
     assert f"error: {path}:1 has no key 'continuations'" in refused.err
 
 
-def test_a_stage_of_shorter_samples_evaluates_texts_of_the_models_length(tmp_path):
+def test_a_phase_of_shorter_samples_evaluates_texts_of_the_models_length(tmp_path):
     """Without a validation split, whose evaluation would set the length too."""
-    stages = tmp_path / "stages.toml"
-    stages.write_text(
-        '[[stage]]\nfrom_tokens = 0\nname = "short"\nseq_length = 8\n'
-        '[[stage]]\nfrom_tokens = 64\nname = "long"\n'
+    phases = tmp_path / "phases.toml"
+    phases.write_text(
+        '[[phase]]\nfrom_tokens = 0\nname = "short"\nseq_length = 8\n'
+        '[[phase]]\nfrom_tokens = 64\nname = "long"\n'
     )
     path = tmp_path / "t.jsonl"
     row = {"context": "1 2 3 4 5 6", "continuations": [" 9 8 7 6 5 4", " 3"], "answer": 0}
@@ -420,7 +420,7 @@ def test_a_stage_of_shorter_samples_evaluates_texts_of_the_models_length(tmp_pat
         "--global-batch-size 4 --lr 0 --device cpu --no-watchdog --no-preflight --eval-every 1 "
     )
     out = tmp_path / "run"
-    done = fork_one(*f"{words} --stages {stages} --eval-tasks {path} --out {out}".split())
+    done = fork_one(*f"{words} --phases {phases} --eval-tasks {path} --out {out}".split())
     assert done.status == 0, done.err
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     bits = [line["bits_per_byte"] for line in lines if "task" in line]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config.schema import LOGITS_AT_ONCE
+from config.buffer_sizes import LOGITS_AT_ONCE
 from distributed.mesh import Mesh
 from layers.loss import cross_entropy
 from parallel import ParamSpec

@@ -64,7 +64,7 @@ def test_every_failure_is_a_result_with_its_reason(candidate, tmp_path, monkeypa
 INTERRUPTED = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from tuner import session, trials
+from tools.tuner import session, trials
 
 class Lock:
     def __init__(self, lock):

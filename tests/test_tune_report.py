@@ -11,8 +11,8 @@ from test_tune import SHAPE, tuned
 from architecture import model_stats
 from config import command_line, validation
 from costs import hardware
-from tools.planner import picture
 from tools.planner.layouts import Rejected
+from tools.report import picture
 from tools.tuner import report_page, result_tables
 from tools.tuner.result_tables import LayoutResult, SearchResult
 from tools.tuner.search_space import Candidate

@@ -6,4 +6,5 @@ checker     is a change right in every layout?
 emulator    any rank of any world without its cluster, on fake GPUs
 numerics    which runs are there, and why do two of them differ?
 supervisor  keeps a job going inside its allocation
+report      tables, pictures and pages of all of them
 """

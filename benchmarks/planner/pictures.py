@@ -23,7 +23,7 @@ from benchmarks.planner import plan_accuracy, published_cases, published_rows
 from costs import hardware
 from schedules import orders
 from schedules.simulation import bubble, simulate, unit_seconds
-from tools.planner.picture import LIGHT, SETTINGS, themed
+from tools.report.picture import LIGHT, SETTINGS, themed
 
 COLORS = {"F": LIGHT["mark"], "B": LIGHT["good"], "W": LIGHT["line"]}
 RANKS, MICRO_BATCHES = 4, 8

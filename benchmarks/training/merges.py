@@ -33,7 +33,7 @@ from checkpointing.index import Index
 from checkpointing.load import load_weights
 from config import validation
 from config.command_line import parse
-from tools.planner.picture import LIGHT, SETTINGS, themed
+from tools.report.picture import LIGHT, SETTINGS, themed
 
 RESULTS = ROOT / "benchmarks" / "results" / "merges.md"
 PICTURE = ROOT / "docs" / "pictures" / "merges.svg"

@@ -85,7 +85,8 @@ def small_run(folder: Path, device: str) -> Config:
     config = dataclasses.replace(config, layout=Layout())
     small, _ = shrink.shrink(config, folder)
     run = dataclasses.replace(small.run, device=device)
-    data = dataclasses.replace(small.data, eval_data=None)  # nodes need not share a folder
+    evaluated: Any = {"eval_data": None}  # nodes need not share a folder
+    data = dataclasses.replace(small.data, **evaluated)
     return dataclasses.replace(small, run=run, data=data)
 
 

@@ -29,7 +29,7 @@ def small_data(data: Data, model: ModelShape, folder: Path) -> tuple[Data, list[
     """
     said = []
     changed: dict[str, Any] = {"eval_samples": SAMPLES, "eval_every": 0, "skip_samples": None}
-    changed |= {"stages": None, "eval_tasks": None}
+    changed |= {"phases": None, "eval_tasks": None}
     if data.skip_samples:
         said.append("--skip-samples is left out")
     if data.cache not in (None, "none"):
@@ -63,7 +63,7 @@ def write_corpora(small: Config) -> None:
 
     data, seed = small.data, small.training.seed
     end = END if data.eod_token is None else data.eod_token
-    seeds = {}
+    seeds: dict[str, int] = {}
     if data.data != ("synthetic",):
         seeds |= {prefix: seed + n for n, prefix in enumerate(parse_blend(data.data)[0])}
     sets = parse_eval_sets(data.eval_data or ())

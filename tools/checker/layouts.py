@@ -15,7 +15,7 @@ import math
 import random
 import shlex
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from base.errors import UserError
@@ -315,10 +315,8 @@ def not_covered(chosen: Sequence[Layout], ranks: int) -> str:
         fits = one[0] != other[0] and one[1] * other[1] <= ranks
         if fits and (one, other) not in met and {(one, one), (other, other)} <= met:
             refused.append(f"{_in_words(one)} with {_in_words(other)}")
-    products = [
-        a * b for a in range(2, max(2, ranks) + 1) for b in range(2, a + 1) if a * b > ranks
-    ]
-    larger = min(products)
+    of_axis = range(2, max(2, ranks) + 1)
+    larger = min(a * b for a, b in product(of_axis, of_axis) if a * b > ranks)
     small = max(n for n in range(2, larger) if larger % n == 0 and n * n <= larger)
     text = f"two axes of more ranks together, such as tp {larger // small} with cp {small}"
     if ranks < 2**3:

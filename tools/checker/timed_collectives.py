@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from config.schema import Layout, rows_along
+from config.mesh_axes import rows_along
+from config.schema import Layout
 from distributed.context import Context, most_ctas
 from distributed.mesh import Mesh
 from tools.checker.bandwidth import Measured

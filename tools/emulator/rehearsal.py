@@ -49,7 +49,8 @@ from architecture import dispatch
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from checkpointing.writer import Writer
-from config.schema import Config, coordinates
+from config.mesh_axes import coordinates
+from config.schema import Config
 from distributed import preflight
 from distributed.parent_death import end_with_parent
 from distributed.placement import allowed_cores, nodes_sent_once

@@ -15,8 +15,8 @@ import numpy as np
 from base import errors
 from base.errors import printable
 from tools.numerics.record import Record, differing, options, read_steps
-from tools.planner import web_page
-from tools.planner.picture import LIGHT, SETTINGS, themed
+from tools.report import web_page
+from tools.report.picture import LIGHT, SETTINGS, themed
 
 MOST_POINTS = 400  # a curve has at most this many points, which are means of several steps
 AXES = ("tokens", "seconds of all steps", "FLOPs of the model")

@@ -16,7 +16,7 @@ from tools.numerics.chart import framed
 from tools.numerics.diff import common_traces
 from tools.numerics.places import BLOCK
 from tools.numerics.traces import Pair, TensorRow, read
-from tools.planner.picture import SETTINGS, themed
+from tools.report.picture import SETTINGS, themed
 
 PANELS = ("outputs", "gradients", "weights and state")
 

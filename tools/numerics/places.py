@@ -14,7 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from config.schema import Layout, coordinates
+from config.mesh_axes import coordinates
+from config.schema import Layout
 from schedules.partition import placement
 from tools.numerics.traces import TensorRow
 

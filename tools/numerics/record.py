@@ -71,7 +71,7 @@ class Record:
     def total(self) -> int | None:
         """The number of the run's last step; None if the run ends after a number of samples."""
         steps = self.facts["config"].get("training", {}).get("steps")
-        return self.facts.get("total_steps") if steps is None else steps  # of a run with stages
+        return self.facts.get("total_steps") if steps is None else steps  # of a run with phases
 
     @property
     def state(self) -> str:

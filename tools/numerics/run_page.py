@@ -4,7 +4,7 @@
 
 A run's picture has a panel for the loss with its evaluations, for the tasks of --eval-tasks, the
 tokens per second, the learning rate and the share of each corpus, all over tokens. Lines mark where
-a stage begins (run.json has "stages"), where the run was resumed, and its spikes; a branch is named
+a phase begins (run.json has "phases"), where the run was resumed, and its spikes; a branch is named
 in the text. Everything is read from run.json, metrics.jsonl and spikes.jsonl, which may come from a
 stranger: rows and facts of other types are left out.
 """
@@ -25,8 +25,8 @@ from tools.numerics import page as screen
 from tools.numerics.chart import COLORS, DASHES, points_of
 from tools.numerics.checks import is_number, is_whole
 from tools.numerics.record import Record, read_steps
-from tools.planner import web_page
-from tools.planner.picture import LIGHT, SETTINGS, themed
+from tools.report import web_page
+from tools.report.picture import LIGHT, SETTINGS, themed
 
 MOST_SERIES = 12  # a panel has at most this many lines with names; the text says how many more
 MOST_MARKS = 100  # of a kind in a picture
@@ -47,7 +47,7 @@ class Series:
     speed: Points = (np.empty(0), np.empty(0))  # tokens per second
     rate: Points = (np.empty(0), np.empty(0))  # learning rate
     shares: dict[str, Points] = field(default_factory=dict)  # of each corpus since the place before
-    stages: dict[float, str] = field(default_factory=dict)  # the name of each stage by its place
+    phases: dict[float, str] = field(default_factory=dict)  # the name of each phase by its place
     resumes: list[float] = field(default_factory=list)
     spikes: list[float] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ def series_of(record: Record) -> Series:
         series.tasks[kind] = {name: _columns(found) for name, found in by_name.items()}
     series.shares = _shares(record.rows)
     place_of = {row["iteration"]: row["consumed_tokens"] for row in steps}
-    series.stages = _stages(record.facts, place_of, float(tokens[-1]))
+    series.phases = _phases(record.facts, place_of, float(tokens[-1]))
     # A resumed part begins where the step before it ended.
     series.resumes = [_before(step, tokens, steps) for step in record.resumed_at]
     spikes = {row["iteration"] for row in record.spikes}
@@ -125,22 +125,22 @@ def _before(step: int, tokens: np.ndarray, steps: Sequence[Mapping[str, Any]]) -
     return float(earlier[-1]) if earlier else 0.0
 
 
-def _stages(facts: Mapping[str, Any], places: Mapping[int, float], end: float) -> dict[float, str]:
-    """Return the names of the stages in run.json by the tokens at which they began, up to `end`.
+def _phases(facts: Mapping[str, Any], places: Mapping[int, float], end: float) -> dict[float, str]:
+    """Return the names of the phases in run.json by the tokens at which they began, up to `end`.
 
-    places: the tokens after each step. A stage has from_tokens, or else from_step.
+    places: the tokens after each step. A phase has from_tokens, or else from_step.
     """
-    listed = facts.get("stages")
+    listed = facts.get("phases", facts.get("stages"))  # "stages" until version 0.3
     found: dict[float, str] = {}
-    for number, stage in enumerate(listed if isinstance(listed, list) else []):
-        if not isinstance(stage, dict):
+    for number, phase in enumerate(listed if isinstance(listed, list) else []):
+        if not isinstance(phase, dict):
             continue
-        name = stage.get("name")
-        place: Any = stage.get("from_tokens")
-        if not is_number(place) and is_whole(stage.get("from_step")):
-            place = places.get(stage["from_step"])
+        name = phase.get("name")
+        place: Any = phase.get("from_tokens")
+        if not is_number(place) and is_whole(phase.get("from_step")):
+            place = places.get(phase["from_step"])
         if is_number(place) and 0 <= place <= end:
-            found[float(place)] = name if isinstance(name, str) else f"stage {number + 1}"
+            found[float(place)] = name if isinstance(name, str) else f"phase {number + 1}"
     return found
 
 
@@ -228,7 +228,7 @@ def _picture(series: Series, number: int) -> str:
             _draw_marks(axes, series)
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        for place, name in series.stages.items():
+        for place, name in series.phases.items():
             where = {"xy": (place, 1.0), "xycoords": ("data", "axes fraction")}
             offset = {"xytext": (2, 2), "textcoords": "offset points", "color": LIGHT["violet"]}
             grid[0, 0].annotate(_short(name), **where, **offset)
@@ -273,8 +273,8 @@ def _draw_shares(axes: Any, shares: Mapping[str, Points]) -> None:
 
 
 def _draw_marks(axes: Any, series: Series) -> None:
-    """Draw a line where a stage begins, where the run was resumed, and at each spike."""
-    for place in series.stages:
+    """Draw a line where a phase begins, where the run was resumed, and at each spike."""
+    for place in series.phases:
         axes.axvline(place, color=LIGHT["violet"], lw=0.8)
     for place in series.resumes[-MOST_MARKS:]:
         axes.axvline(place, color=LIGHT["faint"], lw=0.8, ls="--")

@@ -15,7 +15,7 @@ from typing import Any
 
 from base.errors import UserError, printable
 from tools.numerics.record import Record, differing, find, options, read
-from tools.planner.layout_table import columns
+from tools.report.text_table import columns
 
 MOST_OPTIONS = 8  # the text has this many columns of options; --json has all
 MOST_NOTES = 12  # the text has at most this many lines of notes

@@ -12,10 +12,11 @@ model_sizes     the largest model, and the fewest nodes
 growth          a ramp-up of the batch in stages of nodes: the fastest layout of each
 gap             where a run's time went, which flags win it back
 flags           the planner's own flags: meaning and limits; plan.py says which question reads them
-questions       what a question and an answer are; the questions are in layout_table (picture draws
-                it), duration_questions, layout_questions, model_questions, compare, budget and
-                shapes; cost: money
+questions       what a question and an answer are
+found_layouts   the layouts of a question, ranked, as data; layout_table renders them, and
+                layout_commands writes their commands
+duration_questions, layout_questions, model_questions, compare, budget, shapes
+                the other questions; cost: money
 batch_file      a Slurm batch file for a layout
-web_page        an HTML page of one file with tables and pictures, everything in it escaped
 run_files       reads measured runs; calibration refits a machine's constants to them
 """

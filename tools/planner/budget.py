@@ -14,9 +14,10 @@ from architecture import model_stats
 from architecture.shape import ModelShape
 from base.errors import UserError
 from tools.planner import cost, layouts, model_sizes
-from tools.planner.layout_table import columns, notes, ranked_lines
+from tools.planner.layout_table import notes, ranked_lines
 from tools.planner.questions import BILLION, Answer, Question
 from tools.planner.scaling_laws import LAWS, Law
+from tools.report.text_table import columns
 
 DAY = 86400.0
 DAYS = 30.0  # the length of a run if the user gives only GPU hours

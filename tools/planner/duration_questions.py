@@ -16,7 +16,8 @@ from config import schema, validation
 from costs.job import Job
 from costs.step_time import predict
 from tools.planner import cost, layouts
-from tools.planner.layout_table import notes, ranked_lines, risk_of_fitting, where_it_fits
+from tools.planner.found_layouts import where_it_fits
+from tools.planner.layout_table import notes, ranked_lines, risk_of_fitting
 from tools.planner.questions import Answer, Question
 
 DAY = 86400.0
@@ -50,9 +51,9 @@ def days(question: Question) -> Answer:
     best = safe[0]
     step = best.prediction.seconds
     seconds = tokens / best.prediction.tokens_per_second
-    of_stages = _stages(question, best, tokens)
-    if of_stages:
-        seconds = sum(row["seconds"] for row in of_stages)
+    by_phase = _phases(question, best, tokens)
+    if by_phase:
+        seconds = sum(row["seconds"] for row in by_phase)
     # The duration is as uncertain as the seconds of a step.
     low, high = (seconds * end / step / DAY for end in best.prediction.interval)
     rates = cost.rates_of(question.options, question.machine)
@@ -65,7 +66,7 @@ def days(question: Question) -> Answer:
         "risk": best.prediction.risk,
         "layout": asdict(best.layout),
         "seconds_per_step": step,
-        "stages": of_stages,
+        "phases": by_phase,
         **rates.of(question.gpus, seconds),
     }
     lines = [
@@ -73,9 +74,9 @@ def days(question: Question) -> Answer:
         f"tokens on {where}, without stops and ramp-up",
         f"{question.batch}; {risk_of_fitting(question, [])}",
         *(
-            f"stage {row['name']}: {row['seconds'] / DAY:.2f} days for {row['tokens']:.3g} tokens, "
+            f"phase {row['name']}: {row['seconds'] / DAY:.2f} days for {row['tokens']:.3g} tokens, "
             f"{row['batch']} samples of {row['seq_length']} tokens in {row['step']:.3g} s"
-            for row in of_stages
+            for row in by_phase
         ),
         rates.sentence(question.gpus, seconds),
         *ranked_lines([best], question),
@@ -104,7 +105,7 @@ def _nodes_for(question: Question, tokens: float) -> Answer:
         safe = [line for line in lines if line.prediction.risk <= options.risk]
         if not safe:
             return math.inf
-        rows = _stages(question, safe[0], tokens)
+        rows = _phases(question, safe[0], tokens)
         if rows:
             return sum(row["seconds"] for row in rows)
         return tokens / safe[0].prediction.tokens_per_second
@@ -135,30 +136,30 @@ def _product_from(number: int) -> int:
     return number if rest == 1 else _product_from(number + 1)
 
 
-def _stages(question: Question, best: layouts.Ranked, tokens: float) -> list[dict[str, Any]]:
-    """Return for each stage of --stages its tokens and seconds; [] without stages.
+def _phases(question: Question, best: layouts.Ranked, tokens: float) -> list[dict[str, Any]]:
+    """Return for each phase of --phases its tokens and seconds; [] without phases.
 
     best: the layout, which is chosen for the longest samples and the batch of the options. tokens:
-    of the whole run. Raise UserError if the layout cannot divide a stage's batch.
+    of the whole run. Raise UserError if the layout cannot divide a phase's batch.
     """
     run = question.config
     rows = []
-    ends = [stage.tokens for stage in run.stages[1:]] + [tokens]
-    for stage, end in zip(run.stages, ends):
-        if end <= stage.tokens:
+    ends = [phase.tokens for phase in run.phases[1:]] + [tokens]
+    for phase, end in zip(run.phases, ends):
+        if end <= phase.tokens:
             continue
         layout = best.layout
-        when = f" of stage {stage.name}"
-        validation.check_batch(layout, "global-batch-size", stage.batch, when)
-        validation.check_cut(layout, stage.length, when)
-        training = replace(run.training, global_batch_size=stage.batch)
-        model = replace(run.model, seq_length=stage.length)
+        when = f" of phase {phase.name}"
+        validation.check_batch(layout, "global-batch-size", phase.batch, when)
+        validation.check_cut(layout, phase.length, when)
+        training = replace(run.training, global_batch_size=phase.batch)
+        model = replace(run.model, seq_length=phase.length)
         job = Job(model, best.priced, training, question.machine)
         step = predict(job, best.prediction.memory).seconds
-        count = end - stage.tokens
-        seconds = count / (stage.batch * stage.length) * step
-        about = {"name": stage.name, "tokens": count, "seconds": seconds, "step": step}
-        rows.append(about | {"batch": stage.batch, "seq_length": stage.length})
+        count = end - phase.tokens
+        seconds = count / (phase.batch * phase.length) * step
+        about = {"name": phase.name, "tokens": count, "seconds": seconds, "step": step}
+        rows.append(about | {"batch": phase.batch, "seq_length": phase.length})
     return rows
 
 

@@ -93,12 +93,12 @@ FLAGS = {
     "size": Flag("parameters of the model, such as 180B", size, "N", 1e15),
     "risk": Flag(f"accepted risk of running out of memory (default {risk.DEFAULT})", float),
     "nodes_by_batch": Flag(
-        "stages of the run: the number of nodes from each batch size on",
+        "segments of the run: the number of nodes from each batch size on",
         metavar="BATCH:NODES",
         many=True,
     ),
-    "jobs": Flag("write the stages, for scripts/stages.py", str, "FILE"),
-    "submit": Flag("submit the first stage: sbatch's options and the batch file", str, "WORDS"),
+    "jobs": Flag("write the segments, for scripts/growing_jobs.py", str, "FILE"),
+    "submit": Flag("submit the first segment: sbatch's options and the batch file", str, "WORDS"),
     "trace": Flag("write a Chrome trace", str, "FILE"),
     "picture": Flag("draw tokens/s over memory of all layouts", str, "FILE.svg"),
     "price_per_gpu_hour": Flag("adds the cost of a billion tokens", float, "PRICE", 1e6),
@@ -110,7 +110,7 @@ FLAGS = {
 
 # Flags that went, and what to give instead.
 GONE = {
-    "deadline": "name the stages yourself: --nodes-by-batch 192:18 400:32 2048:48",
+    "deadline": "name the segments yourself: --nodes-by-batch 192:18 400:32 2048:48",
     "restart": "the days of `rampup` are without restarts",
 }
 

@@ -29,7 +29,8 @@ import numpy as np
 
 from base.errors import UserError
 from config.command_line import to_words
-from config.schema import Config, Layout, coordinates, rows_along
+from config.mesh_axes import coordinates, rows_along
+from config.schema import Config, Layout
 from config.validation import check_split
 from costs import hardware
 from costs.job import Job

@@ -1,10 +1,10 @@
-"""Plans a run whose nodes grow with its batch: the fastest safe layout of each stage.
+"""Plans a run whose nodes grow with its batch: the fastest safe layout of each segment.
 
     python plan.py rampup ... --nodes-by-batch 192:18 400:32 2048:48 --train-samples 220000000
 
 A small batch keeps few GPUs busy: on fewer nodes its steps take longer, but cost fewer GPU-hours.
 The user says from which batch size on the run has how many nodes. A level is a batch size of the
-ramp-up with its steps; a stage is consecutive levels on the same nodes, with one layout.
+ramp-up with its steps; a segment is consecutive levels on the same nodes, with one layout.
 """
 
 import json
@@ -23,16 +23,18 @@ from tools.planner import duration_questions
 from tools.planner.duration_questions import DAY
 from tools.planner.questions import FULL_BATCH, Answer, Question
 
-KEPT = 4  # layouts that are the fastest at a stage's last batch; of them the fastest stage counts
+KEPT = (
+    4  # layouts that are the fastest at a segment's last batch; of them the fastest segment counts
+)
 HOUR = 3600.0  # seconds
-# The options of a layout that a stage's command sets, because the planner may choose them.
+# The options of a layout that a segment's command sets, because the planner may choose them.
 SEARCHED = ("tp", "pp", "micro_batch_size", "recompute", "zero", "partition")
 
 
-class NodeStage(NamedTuple):
+class NodeSegment(NamedTuple):
     """Consecutive levels of a ramp-up on the same number of nodes.
 
-    begin, stop: the samples at which the stage begins and stops; 0 at the ends of the run, where
+    begin, stop: the samples at which the segment begins and stops; 0 at the ends of the run, where
     train.py needs neither.
     """
 
@@ -70,14 +72,14 @@ def read_starts(words: Sequence[str]) -> list[tuple[int, int]]:
     return starts
 
 
-def stages_of(levels: Sequence[Level], starts: Sequence[tuple[int, int]]) -> list[NodeStage]:
-    """Return the stages of a run's levels.
+def segments_of(levels: Sequence[Level], starts: Sequence[tuple[int, int]]) -> list[NodeSegment]:
+    """Return the segments of a run's levels.
 
-    starts: by stage, its first batch size and its nodes. Raise UserError if these are not batch
+    starts: by segment, its first batch size and its nodes. Raise UserError if these are not batch
     sizes of the ramp-up in their order, from the first one on.
     """
     sizes = [level.batch for level in levels]
-    firsts: list[int] = []  # by stage, the number of its first level
+    firsts: list[int] = []  # by segment, the number of its first level
     for batch, nodes in starts:
         after = firsts[-1] + 1 if firsts else 0
         if batch not in sizes[after:]:
@@ -94,31 +96,31 @@ def stages_of(levels: Sequence[Level], starts: Sequence[tuple[int, int]]) -> lis
     found = []
     for (_, nodes), first, end in zip(starts, firsts, [*firsts[1:], len(levels)], strict=True):
         stop = levels[end].consumed if end < len(levels) else 0
-        found.append(NodeStage(list(levels[first:end]), nodes, levels[first].consumed, stop))
+        found.append(NodeSegment(list(levels[first:end]), nodes, levels[first].consumed, stop))
     return found
 
 
-def fastest(question: Question, stage: NodeStage) -> tuple[Layout, float]:
-    """Return the layout with which a stage takes the fewest seconds, and these seconds.
+def fastest(question: Question, segment: NodeSegment) -> tuple[Layout, float]:
+    """Return the layout with which a segment takes the fewest seconds, and these seconds.
 
-    It can run every batch size of the stage, and its risk is at most --risk. Options of the layout
-    that the user gave are fixed. Raise UserError if there is no such layout.
+    It can run every batch size of the segment, and its risk is at most --risk. Options of the
+    layout that the user gave are fixed. Raise UserError if there is no such layout.
     """
-    gpus = stage.nodes * question.machine.node
+    gpus = segment.nodes * question.machine.node
     run = question.config
-    # The configuration of this stage's start, by which train.py would check the layout.
-    bounds: dict[str, Any] = {"begin_at_samples": stage.begin, "stop_at_samples": stage.stop}
+    # The configuration of this segment's start, by which train.py would check the layout.
+    bounds: dict[str, Any] = {"begin_at_samples": segment.begin, "stop_at_samples": segment.stop}
     started = replace(run, run=replace(run.run, resume=run.run.resume or "auto", **bounds))
-    last = stage.levels[-1].batch
+    last = segment.levels[-1].batch
     sized = replace(run, training=_with_batch(run, last))
     options = Namespace(**vars(question.options) | {"nodes": None, "gpus": gpus})
     asked = replace(question, options=options, config=sized)
     answer = asked.rank(KEPT, starts=started)
     safe = [line.layout for line in answer.ranked if line.prediction.risk <= options.risk]
-    timed = [(seconds_of(question, layout, stage), layout) for layout in safe[:KEPT]]
+    timed = [(seconds_of(question, layout, segment), layout) for layout in safe[:KEPT]]
     if not timed:
-        sizes = f"{stage.levels[0].batch} to {last}"
-        where = f"{stage.nodes} nodes ({gpus} GPUs of {question.machine.name})"
+        sizes = f"{segment.levels[0].batch} to {last}"
+        where = f"{segment.nodes} nodes ({gpus} GPUs of {question.machine.name})"
         why = "".join(f", such as: {entry.reason}" for entry in answer.rejected[:1])
         raise UserError(f"no layout on {where} fits and runs the batches {sizes}{why}")
     seconds, layout = min(timed, key=lambda one: one[0])
@@ -130,13 +132,13 @@ def _with_batch(run: Config, batch: int) -> Training:
     return replace(run.training, **FULL_BATCH | {"global_batch_size": batch})
 
 
-def seconds_of(question: Question, layout: Layout, stage: NodeStage) -> float:
-    """Return the seconds of all steps of a stage."""
+def seconds_of(question: Question, layout: Layout, segment: NodeSegment) -> float:
+    """Return the seconds of all steps of a segment."""
     if layout.schedule == "auto":  # the run takes a schedule that is never slower than 1F1B
         layout = replace(layout, schedule="1f1b")
     run = question.config
     seconds = 0.0
-    for level in stage.levels:
+    for level in segment.levels:
         job = Job(run.model, layout, _with_batch(run, level.batch), question.machine)
         seconds += (level.steps or 0) * predict(job).seconds
     return seconds
@@ -148,50 +150,50 @@ def seconds_of(question: Question, layout: Layout, stage: NodeStage) -> float:
 def rampup(question: Question) -> Answer:
     """Return the answer of `plan.py rampup`; raise UserError for options that do not go together.
 
-    With --nodes-by-batch it is the fastest layout of each stage, which is also written to the file
-    of --jobs; without, it says on what each batch size can run (`duration_questions.rampup`).
+    With --nodes-by-batch it is the fastest layout of each segment, which is also written to the
+    file of --jobs; without, it says on what each batch size can run (`duration_questions.rampup`).
     """
     options = question.options
     if options.submit and not options.jobs:
-        raise UserError("--submit needs --jobs FILE, from which the jobs have their stages")
+        raise UserError("--submit needs --jobs FILE, from which the jobs have their segments")
     found = duration_questions.rampup(question)  # raises UserError if the run has no ramp-up
     if options.nodes_by_batch is None:
         if options.jobs:
-            raise UserError("--jobs needs --nodes-by-batch BATCH:NODES ..., the run's stages")
+            raise UserError("--jobs needs --nodes-by-batch BATCH:NODES ..., the run's segments")
         return found
     if options.nodes or options.gpus:
         name = "nodes" if options.nodes else "gpus"
-        raise UserError(f"--nodes-by-batch names the nodes of each stage: leave out --{name}")
+        raise UserError(f"--nodes-by-batch names the nodes of each segment: leave out --{name}")
     starts = read_starts(options.nodes_by_batch)
-    stages = []
-    for stage in stages_of(levels_of_run(question.config), starts):
-        stages.append(_facts(stage, *fastest(question, stage), question.machine.node))
+    segments = []
+    for segment in segments_of(levels_of_run(question.config), starts):
+        segments.append(_facts(segment, *fastest(question, segment), question.machine.node))
     data: dict[str, Any] = {
-        name: sum(one[name] for one in stages) for name in ("days", "gpu_hours")
+        name: sum(one[name] for one in segments) for name in ("days", "gpu_hours")
     }
-    # The file of --jobs is read by scripts/stages.py, which submits a job for each stage. It
-    # recognises the run by `model` and `batches`, and passes the words in `sbatch` to sbatch.
-    data |= {"stages": stages, "model": asdict(question.config.model)}
+    # The file of --jobs is read by scripts/growing_jobs.py, which submits a job for each segment.
+    # It recognises the run by `model` and `batches`, and passes the words in `sbatch` to sbatch.
+    data |= {"segments": segments, "model": asdict(question.config.model)}
     data |= {"batches": question.config.batches.starts, "sbatch": (options.submit or "").split()}
     write_file(options.jobs, json.dumps(data, indent=1) + "\n")
     return Answer(_text(data), data)
 
 
-def _facts(stage: NodeStage, layout: Layout, seconds: float, node: int) -> dict[str, Any]:
-    """Return the data of a stage: nodes, times, train.py's options. node: the GPUs of a node."""
+def _facts(segment: NodeSegment, layout: Layout, seconds: float, node: int) -> dict[str, Any]:
+    """Return the data of a segment: nodes, times, train.py's options. node: the GPUs of a node."""
     options = {name: getattr(layout, name) for name in SEARCHED}
-    if stage.begin:
-        options["begin_at_samples"] = stage.begin
-    if stage.stop:
-        options["stop_at_samples"] = stage.stop
+    if segment.begin:
+        options["begin_at_samples"] = segment.begin
+    if segment.stop:
+        options["stop_at_samples"] = segment.stop
     words = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
-    gpus = stage.nodes * node
+    gpus = segment.nodes * node
     return {
-        "nodes": stage.nodes,
+        "nodes": segment.nodes,
         "gpus": gpus,
-        "batches": [stage.levels[0].batch, stage.levels[-1].batch],
-        "begin_at_samples": stage.begin,
-        "stop_at_samples": stage.stop,
+        "batches": [segment.levels[0].batch, segment.levels[-1].batch],
+        "begin_at_samples": segment.begin,
+        "stop_at_samples": segment.stop,
         "days": seconds / DAY,
         "gpu_hours": gpus * seconds / HOUR,
         "layout": asdict(layout),
@@ -200,12 +202,12 @@ def _facts(stage: NodeStage, layout: Layout, seconds: float, node: int) -> dict[
 
 
 def _text(data: dict[str, Any]) -> str:
-    """Return the text of the answer: a line for each stage, then the sums. data: see `rampup`."""
+    """Return the text of the answer: a line for each segment, then the sums. data: see `rampup`."""
     lines = [" nodes      batches     days   GPU-hours  train.py"]
-    for stage in data["stages"]:
-        sizes = " to ".join(map(str, stage["batches"]))
-        times = f"{stage['days']:9.2f}{stage['gpu_hours']:12,.0f}"
-        lines.append(f"{stage['nodes']:6}{sizes:>13}{times}  {' '.join(stage['words'])}")
+    for segment in data["segments"]:
+        sizes = " to ".join(map(str, segment["batches"]))
+        times = f"{segment['days']:9.2f}{segment['gpu_hours']:12,.0f}"
+        lines.append(f"{segment['nodes']:6}{sizes:>13}{times}  {' '.join(segment['words'])}")
     total = f"{data['days']:.2f} days, {data['gpu_hours']:,.0f} GPU-hours"
     lines.append(f"{total}, without restarts and the time in the queue")
     return "\n".join(lines)

@@ -1,39 +1,34 @@
 """Answers `plan.py layouts`: a table of layouts by seconds per step, and why others cannot run.
 
-print(ranked_layouts(question).text)      # a Question as in tools/planner/questions.py
+    print(ranked_layouts(question).text)      # a Question as in questions.py
 
-A question has the options, the run's config, the machine and the number of GPUs. A layout is safe
-if its risk, the probability of running out of memory, is at most --risk; else it is risky. A layout
-is plain if it is of the kind that real runs have measured (1F1B, without cp). In
-code, a `line` is a layout with its prediction (layouts.Ranked), and a place is its tp, pp and
-micro-batch size.
+found_layouts.py finds the answer; here it is rendered as text, a batch file and a picture.
 """
 
-import math
 import re
 import shlex
-from collections.abc import Collection
-from dataclasses import asdict, replace
-from typing import Any
 
 from base.errors import UserError
 from config import schema
-from config.command_line import to_words
-from config.schema import Config
-from costs import hardware, risk
+from costs import risk
 from costs.job import Job
-from costs.step_time import Prediction, at_other_network, predict
-from tools.planner import batch_file, cost, layouts, picture
-from tools.planner.questions import BILLION, MOST_SHARDED, Answer, Question, flags, is_unmeasured
+from costs.step_time import Prediction, predict
+from tools.planner import batch_file, cost, layouts
+from tools.planner.found_layouts import (
+    ONE_ADAPTER,
+    FoundLayouts,
+    OtherNetwork,
+    as_data,
+    find,
+    has_networks,
+    rampup,
+)
+from tools.planner.layout_commands import command, flags_text, stand_ins, train_arguments
+from tools.planner.questions import BILLION, MOST_SHARDED, Answer, Question, is_unmeasured
+from tools.report import picture
+from tools.report.text_table import columns
 
-PMI = "--mpi=pmi2 starts MPICH and its kin; Open MPI needs --launch 'srun --mpi=pmix -n {ranks}'"
-STEPS = 1000  # the value of --steps in the printed command, if the user gives no length of the run
 SHOWN_RISKY = 5  # number of risky layouts that are printed
-# If the predicted times of two layouts differ by less than this factor, either may be the faster:
-# predictions are 4 % off in the mean on machines on which they were fitted (docs/planning.md).
-TOLD_APART = 1.06
-WIDTH = 120  # width of a table that fits in a terminal, in characters
-TEXTS = ("recompute", "schedule", "ramp-up")  # columns that are aligned to the left
 # By column, the value that tells the reader nothing: a column whose cells all have it is left out.
 LEFT_OUT = {"cp": "1", "ep": "1", "s/slow": "-", "ramp-up": "-"}
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
@@ -46,87 +41,60 @@ UNMEASURED = (
     f"note: no measured row has --zero 3 over more than {MOST_SHARDED} ranks: such lines come "
     "after all others that are within their interval"
 )
-# Without --network one line says which layout is the fastest at this rate: bytes/s out of a node
-# that has a single adapter of 200 Gb/s.
-ONE_ADAPTER = 25e9
 
 
 def ranked_layouts(question: Question) -> Answer:
-    """Return the text and the data of the answer: ranked layouts, and rejected ones with reasons.
+    """Return ranked layouts and rejected ones with reasons, as text and as data.
 
-    All layouts are ranked only for --json and --picture, else --top layouts.
+    Write the batch file of --sbatch and the picture of --picture, if they were asked for.
     """
-    options = question.options
-    needs_all = options.json or options.picture
-    most = math.inf if needs_all else options.top
-    answer = question.rank(most, plain=True)
-    safe = [line for line in answer.ranked if line.prediction.risk <= options.risk]
-    risky = [line for line in answer.ranked if line.prediction.risk > options.risk]
-    data = {
-        "gpus": question.gpus,
-        "machine": question.machine.name,
-        "global_batch_size": question.config.training.global_batch_size,
-        "ranked": [_as_data(line, question) for line in safe],
-        "risky": [_as_data(line, question) for line in risky],
-        "rejected": [entry.layout | {"reason": entry.reason} for entry in answer.rejected],
-    }
-    lines = _listed(question, answer, safe, risky)
-    if safe:
-        lines += _risky_lines(safe, risky, question)
-    elif risky:
-        lines += _only_risky_lines(risky, question)
-    lines += ["", f"{len(answer.rejected)} cannot run:"]
-    lines += _reasons(answer.rejected, options.rejected)
-    lines += notes(safe or risky)
-    if not safe:
-        lines += where_it_fits(question, answer)
-    data["at_one_adapter"] = None
-    if safe and (at_one_adapter := _at_one_adapter(question, safe)):
-        data["at_one_adapter"], line = at_one_adapter
-        lines.append(line)
-    if safe:
-        command_data, command_lines = _commands(question, safe[0], answer.plain)
-        data |= command_data
-        lines += command_lines
-    if options.sbatch:
-        lines.append(_batch_file(question, safe, answer.plain))
-    if options.picture:
-        _draw(question, answer)
-        lines.append(f"written: {options.picture}")
-    return Answer("\n".join(lines), data)
+    found = find(question)
+    lines = [_text(found)]
+    if question.options.sbatch:
+        lines.append(_batch_file(found))
+    if path := question.options.picture:
+        _draw(found)
+        lines.append(f"written: {path}")
+    return Answer("\n".join(lines), as_data(found))
 
 
-def _listed(
-    question: Question,
-    answer: layouts.Ranking,
-    safe: list[layouts.Ranked],
-    risky: list[layouts.Ranked],
-) -> list[str]:
-    """Return the lines of the table of safe layouts, with a title and the number of slower ones.
+def _text(found: FoundLayouts) -> str:
+    """Return the answer as text: the table, risky and rejected layouts, notes, the commands."""
+    question = found.question
+    lines = _listed(found)
+    if found.safe:
+        lines += _risky_lines(found)
+    elif found.risky:
+        lines += _only_risky_lines(found)
+    lines += ["", f"{len(found.rejected)} cannot run:"]
+    lines += _reasons(found.rejected, question.options.rejected)
+    lines += notes(found.safe or found.risky) + found.elsewhere
+    if other := found.at_one_adapter:
+        lines.append(_network_line(question, other))
+    if found.safe:
+        lines += _command_lines(found)
+    return "\n".join(lines)
 
-    answer: the planner's answer; its layouts that fit and were not ranked count as slower.
-    """
+
+def _listed(found: FoundLayouts) -> list[str]:
+    """Return the lines of the table of safe layouts, with a title and the number of slower ones."""
+    question, safe = found.question, found.safe
     training = question.config.training
     top = question.options.top
-    fitting = len(safe) + answer.slower
+    fitting = len(safe) + found.slower
     verb = "layout fits" if fitting == 1 else "layouts fit"
     fits = f"{fitting} {verb} on {question.gpus} GPUs of {question.machine.name}"
-    risks = risk_of_fitting(question, [] if safe else risky)
+    risks = risk_of_fitting(question, [] if safe else found.risky)
     batch = f"global batch {training.global_batch_size}"
     lines = [f"{fits} {risks}, {batch}, {training.precision}"]
     if safe:
         lines += ranked_lines(safe[:top], question)
-    slower = answer.slower + max(0, len(safe) - top)
+    slower = found.slower + max(0, len(safe) - top)
     if slower:
         lines.append(f"... and {slower} slower {'one' if slower == 1 else 'ones'}")
     if len(safe) > 1:
         lines.append(FIRST)
     return lines
-
-
-def _has_networks(lines: list[layouts.Ranked]) -> bool:
-    """Return whether lines are predicted at several rates of a network that nobody measured."""
-    return any(line.prediction.at_networks for line in lines)
 
 
 def risk_of_fitting(question: Question, risky: list[layouts.Ranked]) -> str:
@@ -142,93 +110,65 @@ def risk_of_fitting(question: Question, risky: list[layouts.Ranked]) -> str:
     return f"at a risk of at most {accepted} ({len(risky)} at {between})"
 
 
-def _at_one_adapter(
-    question: Question, lines: list[layouts.Ranked]
-) -> tuple[dict[str, Any], str] | None:
-    """Return which of some lines is the fastest if a node has one network adapter (ONE_ADAPTER).
-
-    It is returned as data and as a printed line. Return None if the network's rate is known, is
-    not above this one, or does not matter on these GPUs.
-    """
-    machine = question.machine
-    if not _has_networks(lines) or machine.network.bandwidth <= ONE_ADAPTER:
-        return None
-    slow = hardware.with_network(machine, ONE_ADAPTER)
-    run = question.config
-
-    def likely(line: layouts.Ranked) -> float:
-        job = Job(run.model, line.priced, run.training, machine)
-        return at_other_network(line.prediction, job, slow)
-
-    def seconds(line: layouts.Ranked) -> float:
-        job = Job(run.model, line.priced, run.training, slow)
-        return predict(job, line.prediction.memory).seconds
-
-    # Two lines are simulated: the first one, and the one that is likely the fastest.
-    best = min(lines[: question.options.top], key=likely)
-    best = min(lines[0], best, key=seconds)
+def _network_line(question: Question, other: OtherNetwork) -> str:
+    """Return a line on the fastest layout where a node has one network adapter."""
     rate = f"{ONE_ADAPTER / BILLION:g} GB/s"
     text = f"with {rate} per node (one 200 Gb/s adapter): "
-    if best is lines[0]:
-        text += f"the first line is still the fastest of these, {seconds(best):.2f} s"
-    else:
-        text += f"{_words(best.layout, question)}, {seconds(best):.2f} s, where the first takes "
-        text += f"{seconds(lines[0]):.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks by it"
-    return {"seconds": seconds(best), "flags": _flags(best.layout, question)}, text
+    if other.is_first:
+        return f"{text}the first line is still the fastest of these, {other.seconds:.2f} s"
+    return (
+        f"{text}{flags_text(other.line.layout, question)}, {other.seconds:.2f} s, where the first "
+        f"takes {other.first_seconds:.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks by it"
+    )
 
 
-def _commands(
-    question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the commands that train on the first layout and on the recommended one, if any.
+def _command_lines(found: FoundLayouts) -> list[str]:
+    """Return the commands of the first layout and of the recommended one, if there is one.
 
-    They are returned as entries of the answer's data, and as printed lines. A plain layout that is
-    nearly as fast as the first one is recommended; a line says how much speed it gives up. Further
-    lines name the options for which a command has stand-ins, such as synthetic data. plain: the
-    fastest plain layout, or empty.
+    A line says how much speed the recommended one gives up; further lines name what a command has
+    that the user did not give.
     """
-    launcher = _launcher(question)
-    words = _command(question, first.layout)
-    data: dict[str, Any] = {"launcher": launcher, "command": words, "recommended": None}
+    question, first = found.question, found.safe[0]
     lines = []
-    if recommended := _recommended(first, plain):
-        data["recommended"] = _as_data(recommended, question)
-        command = shlex.join([*launcher, *_command(question, recommended.layout)])
-        lines += [_given_up(recommended, first, question), f"recommended: {command}"]
-    lines.append(f"the first: {shlex.join([*launcher, *words])}")
-    return data, lines + _stand_ins(question, first.layout)
+    if recommended := found.recommended:
+        line = shlex.join([*found.launcher, *command(question, recommended.layout)])
+        lines += [_given_up(recommended, first, question), f"recommended: {line}"]
+    line = shlex.join([*found.launcher, *command(question, first.layout)])
+    return [*lines, f"the first: {line}", *stand_ins(question, first.layout)]
 
 
-def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layouts.Ranked]) -> str:
+def _batch_file(found: FoundLayouts) -> str:
     """Write the batch file of --sbatch for the recommended layout, or the first, and return a line.
 
     Raise UserError if there is no safe layout.
     """
+    question = found.question
     if question.program:
         raise UserError(
             f"--sbatch writes batch files for train.py, not for {question.program.name}"
         )
-    if not safe:
+    if not found.safe:
         raise UserError("--sbatch: no layout fits at --risk, so there is nothing to submit")
-    chosen = _recommended(safe[0], plain) or safe[0]
+    chosen = found.recommended or found.safe[0]
     longest = chosen.prediction.interval[1]
-    words = _words_of_train(question, chosen.layout)
+    words = train_arguments(question, chosen.layout)
     batch_file.write(question.options.sbatch, question.machine, question.gpus, longest, words)
     where = shlex.quote(question.options.sbatch)
-    what = _words(chosen.layout, question)
+    what = flags_text(chosen.layout, question)
     return f"written: {where}, for {what}; in the repository: sbatch {where}"
 
 
-def _draw(question: Question, answer: layouts.Ranking) -> None:
+def _draw(found: FoundLayouts) -> None:
     """Write a picture of layouts, tokens per second over memory, to the file of --picture.
 
     It shows the layouts that fit, the fastest of them for each memory (the front), and the layouts
     that were rejected because they do not fit, which are predicted here.
     """
+    question = found.question
     run = question.config
-    fits = [_point(line.prediction) for line in answer.ranked]
+    fits = [_point(line.prediction) for line in [*found.safe, *found.risky]]
     over = []
-    for entry in answer.rejected:
+    for entry in found.rejected:
         if entry.whole and entry.reason.startswith("out of memory"):
             prediction = predict(Job(run.model, entry.whole, run.training, question.machine))
             over.append(_point(prediction))
@@ -243,22 +183,6 @@ def _point(prediction: Prediction) -> picture.Point:
     return fullest / BILLION, prediction.tokens_per_second
 
 
-def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.Ranked | None:
-    """Return the plain layout to recommend instead of the first layout, or None.
-
-    The prediction of a plain layout is more certain, because real runs have measured its kind. It
-    is recommended unless the first layout is the same, is faster by more than TOLD_APART, or is so
-    much faster at the slowest network that the plain one is not within its interval there. plain:
-    the fastest plain layout, or an empty list.
-    """
-    if not plain or plain[0].layout == first.layout:
-        return None
-    simple, fastest = plain[0].prediction, first.prediction
-    is_near = simple.seconds <= fastest.seconds * TOLD_APART
-    is_near = is_near and simple.compared <= fastest.interval[1]
-    return plain[0] if is_near else None
-
-
 def _given_up(recommended: layouts.Ranked, first: layouts.Ranked, question: Question) -> str:
     """Return a line on the seconds that a user gives up with the recommended layout.
 
@@ -270,8 +194,8 @@ def _given_up(recommended: layouts.Ranked, first: layouts.Ranked, question: Ques
     if prediction.at_networks:
         slow = f" ({beside(prediction.compared / first.prediction.compared)} on the slow network)"
     return (
-        f"{_words(recommended.layout, question)}: {prediction.seconds:.2f} s, {slower} than the "
-        f"first{slow}: within the prediction's error, and runs of this kind were measured"
+        f"{flags_text(recommended.layout, question)}: {prediction.seconds:.2f} s, {slower} than "
+        f"the first{slow}: within the prediction's error, and runs of this kind were measured"
     )
 
 
@@ -280,146 +204,13 @@ def beside(ratio: float) -> str:
     return f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
 
 
-def where_it_fits(question: Question, answer: layouts.Ranking) -> list[str]:
-    """Return a line that names a layout or a number of nodes with which the model would fit.
-
-    Called if no layout is safe. It returns no line if memory is not the reason.
-    """
-    has_room = [entry.reason.startswith("out of memory") for entry in answer.rejected]
-    if not answer.ranked and not any(has_room):
-        return []
-    if line := question.leanest(question.config.model, question.gpus):
-        return [f"not as it was given, but {_words(line.layout, question)} fits"]
-    try:
-        nodes, line = question.fewest_nodes()
-    except UserError as error:
-        return [str(error)]
-    hold = "node of {} holds" if nodes == 1 else "nodes of {} hold"
-    hold = hold.format(question.machine.node)
-    return [f"{nodes} {hold} it, with {_words(line.layout, question)}"]
-
-
-def _command(question: Question, layout: schema.Layout) -> list[str]:
-    """Return the words of the command, without its launcher, that trains on a layout.
-
-    It is a command of train.py, or of the program of --for.
-
-    The command can be run as it is: if the user gave no data or no length, it has synthetic data or
-    STEPS steps.
-    """
-    run = question.config
-    if program := question.program:
-        return program.words(run, layout, question.gpus, bool(question.options.fp8))
-    words = _words_of_train(question, layout)
-    if "--data" not in words:
-        words += ["--data", "synthetic"]
-    if not _has_length(run):
-        words += ["--steps", str(STEPS)]
-    return ["python", "train.py", *words]
-
-
-def _words_of_train(question: Question, layout: schema.Layout) -> list[str]:
-    """Return train.py's words for a layout, with all that the user gave and nothing in its place.
-
-    If the user gave --model, they have --model too, and of the options of the model only those that
-    the user gave in addition; otherwise they have all the model's sizes.
-    """
-    run = replace(question.config, layout=layout)
-    name = question.options.model
-    # Random tokens are the default; who has asked for them gets them in a batch file too.
-    always = {"data"}.intersection(question.given)
-    words = []
-    for group in schema.GROUPS:
-        words += to_words(getattr(run, group), "dp", always=always)
-    if name:
-        # The words of the model's sizes are the first of `words`, as `model` is the first group.
-        # They are replaced by --model and the options that the user gave in addition.
-        size_words = to_words(run.model)
-        given = question.given
-        model_words = ["--model", name, *to_words(run.model, always=given, only=given)]
-        words[: len(size_words)] = model_words
-    return words
-
-
-def _launcher(question: Question) -> list[str]:
-    """Return the words that start the ranks: none on one GPU, mpirun on one node, else srun.
-
-    --launch replaces them; raise UserError if its words cannot be read.
-    """
-    if given := question.options.launch:
-        try:
-            return shlex.split(given.replace("{ranks}", str(question.gpus)))
-        except ValueError as error:
-            raise UserError(f"--launch {given!r}: {error}") from None
-    if question.program:
-        nodes, node = _whole_nodes(question)
-        return ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(node)]
-    if question.gpus == 1:
-        return []
-    if question.gpus <= question.machine.node:
-        return ["mpirun", "-n", str(question.gpus)]
-    return ["srun", "--mpi=pmi2", "-n", str(question.gpus)]
-
-
-def _whole_nodes(question: Question) -> tuple[int, int]:
-    """Return the nodes of the question's GPUs, and the GPUs of each that are used."""
-    node = min(question.machine.node, question.gpus)
-    return -(-question.gpus // node), node
-
-
-def _has_length(run: Config) -> bool:
-    """Return whether the user gave the length of the run, in steps or samples."""
-    return bool(run.training.steps or run.training.train_samples)
-
-
-def _stand_ins(question: Question, layout: schema.Layout) -> list[str]:
-    """Return a line on the data and the length that `_command` chose, if the user gave none."""
-    run = question.config
-    missing: list[str] = []
-    if question.program:
-        missing += question.program.notes(run, layout)
-    elif run.data.data == ("synthetic",):
-        missing.append("--data synthetic is random tokens: give the prefix of your corpus")
-    if not _has_length(run) and not question.program:
-        missing.append(f"--steps {STEPS} is an example: give your length")
-    if question.has_default_batch:
-        missing.append(f"{question.batch}: give --global-batch-size or --batch-tokens")
-    lines = [f"  {'; '.join(missing)}"] if missing else []
-    launched = question.options.launch or question.program
-    if not launched and question.gpus > question.machine.node:
-        lines.append(f"  {PMI}")
-    return lines
-
-
-def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
-    """Return a layout's entry in the JSON answer: options, prediction, flags, and costs."""
-    more: dict[str, Any] = {
-        "rampup": _rampup(line, question),
-        "flags": _flags(line.layout, question),
-    }
-    rates = cost.rates_of(question.options, question.machine)
-    more |= rates.per_billion(question.gpus, line.prediction.tokens_per_second)
-    return asdict(line.layout) | more | asdict(line.prediction)
-
-
-def _rampup(line: layouts.Ranked, question: Question) -> str:
-    """Return as text whether a layout can run every batch size of the run's ramp-up.
-
-    It is "fits", or the first batch size that does not fit, or "-" without a ramp-up.
-    """
-    run = question.config
-    schedule = schema.batch_schedule(run.training, run.model.seq_length)
-    return layouts.rampup_verdict(line.layout, schedule)
-
-
-def _risky_lines(
-    safe: list[layouts.Ranked], risky: list[layouts.Ranked], question: Question
-) -> list[str]:
+def _risky_lines(found: FoundLayouts) -> list[str]:
     """Return lines on the risky layouts that are faster than every safe layout.
 
     A line says by how many GB the layout exceeds the memory at which it would be safe, and names a
     safe layout with the same tp, pp and micro-batch size if there is one.
     """
+    question, safe, risky = found.question, found.safe, found.risky
     fastest_safe = safe[0].prediction.compared
     faster = [line for line in risky if line.prediction.compared < fastest_safe]
     if not risky:
@@ -439,39 +230,28 @@ def _risky_lines(
         same_place = [line for line in safe if _place(line.layout) == _place(layout)]
         advice = ""
         if same_place:
-            advice = f"; safe with {_words(same_place[0].layout, question)}"
+            advice = f"; safe with {flags_text(same_place[0].layout, question)}"
         lines.append(
-            f"  {_words(layout, question)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
+            f"  {flags_text(layout, question)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
             f"safe with {over:.1f} GB less{advice}"
         )
     return lines
 
 
-def _only_risky_lines(risky: list[layouts.Ranked], question: Question) -> list[str]:
+def _only_risky_lines(found: FoundLayouts) -> list[str]:
     """Return the table of risky layouts where no layout is safe, and the commands of the first."""
+    question, risky = found.question, found.risky
     lines = ranked_lines(risky[: question.options.top], question)
     lines.append("none of them is recommended; their commands:")
     for line in risky[:SHOWN_RISKY]:
-        command = shlex.join([*_launcher(question), *_command(question, line.layout)])
-        lines.append(f"  risk {line.prediction.risk:.0%}: {command}")
-    return lines + _stand_ins(question, risky[0].layout)
+        text = shlex.join([*found.launcher, *command(question, line.layout)])
+        lines.append(f"  risk {line.prediction.risk:.0%}: {text}")
+    return lines + stand_ins(question, risky[0].layout)
 
 
 def _place(layout: schema.Layout) -> tuple[int, int, int]:
     """Return a layout's tp, pp and micro-batch size."""
     return layout.tp, layout.pp, layout.micro_batch_size
-
-
-def _words(layout: schema.Layout, question: Question) -> str:
-    """Return the command-line flags of a layout as printed text: train.py's, or those of --for."""
-    return " ".join(_flags(layout, question)) or "(train.py's defaults)"
-
-
-def _flags(layout: schema.Layout, question: Question) -> list[str]:
-    """Return the command-line words of a layout: train.py's, or those of --for."""
-    if program := question.program:
-        return program.layout_words(question.config, layout)
-    return flags(layout)
 
 
 def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
@@ -485,25 +265,6 @@ def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
         if any(row[name] != LEFT_OUT.get(name) for row in rows):
             heads.append(name)
     return columns([heads, *([row[name] for name in heads] for row in rows)])
-
-
-def columns(rows: list[list[str]], texts: Collection[str] = TEXTS) -> list[str]:
-    """Return the lines of a table with aligned columns; the first row has the columns' names.
-
-    Columns with a name in `texts` are aligned to the left, the others to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # A wide table has only one space between its columns, and none before the first.
-    is_wide = sum(widths) + 2 * len(widths) > WIDTH
-    gap = " " if is_wide else "  "
-    lines = []
-    for row in rows:
-        line = ""
-        for name, cell, width in zip(rows[0], row, widths, strict=True):
-            aligned = cell.ljust(width) if name in texts else cell.rjust(width)
-            line += gap + aligned
-        lines.append(line.rstrip()[is_wide:])
-    return lines
 
 
 def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
@@ -535,7 +296,7 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "risk": f"{p.risk:.1%}",
         **rates.cells(question.gpus, p.tokens_per_second),
         # The cell has only "batch 48" of the text "batch 48 does not divide by 32".
-        "ramp-up": _rampup(line, question).partition(" does")[0],
+        "ramp-up": rampup(line, question).partition(" does")[0],
     }
 
 
@@ -569,7 +330,7 @@ def _needed(reason: str) -> list[float]:
 def notes(ranked: list[layouts.Ranked]) -> list[str]:
     """Return notes on ranked layouts: warnings about the first, the network, unmeasured kinds."""
     lines = [f"note: {text}" for line in ranked[:1] for text in line.prediction.warnings]
-    if _has_networks(ranked):
+    if has_networks(ranked):
         lines.append(NETWORK)
     if any(is_unmeasured(line.layout) for line in ranked):
         lines.append(UNMEASURED)

@@ -337,6 +337,8 @@ def notes(run: Config, layout: Layout) -> list[str]:
 PROGRAM = Program(
     name="megatron",
     version=VERSION,
+    newest="0.19.2",
+    newest_refuses="was not tried: it needs Python 3.12",
     engine="nemo-2025",
     rates="nemo-2025",
     expert_engine="megatron-experts",

@@ -30,6 +30,8 @@ class Program:
 
     name: str
     version: str  # the version whose options the command has
+    newest: str  # the newest release that was seen on the package index
+    newest_refuses: str  # what that release says to the command
     engine: str  # a table of engines.toml; of models without experts
     rates: str  # the table whose machines have the rates of such programs
     expert_engine: str  # the same, of models with experts
@@ -64,6 +66,11 @@ class Program:
         if not has_experts:
             return engines.on(machine, facts)
         return engines.on(machine, facts | self.expert_facts, kind=self.expert_kind)
+
+    @property
+    def release(self) -> str:
+        """Return the version that a command is for, and what a newer one says to it."""
+        return f"for {self.name} {self.version}; {self.newest} {self.newest_refuses}"
 
     def left_out(self, given: Collection[str]) -> list[str]:
         """Return a sentence with the given options that the command does not say, if there are any.

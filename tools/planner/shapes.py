@@ -22,8 +22,8 @@ from costs import op_costs, time_terms
 from costs.job import Job
 from tools.planner import budget, layouts, model_sizes
 from tools.planner.enumeration import divisors
-from tools.planner.layout_table import columns
 from tools.planner.questions import BILLION, Answer, Question
+from tools.report.text_table import columns
 
 NEAR = 0.03  # shapes whose parameters are so near to the size are compared
 THINNEST, WIDEST = 60, 220  # hidden size over blocks of the shapes, as of published models

@@ -234,6 +234,8 @@ def notes(run: Config, layout: Layout) -> list[str]:
 PROGRAM = Program(
     name="torchtitan",
     version=VERSION,
+    newest="0.3.0",
+    newest_refuses="(which pip installs) refuses it: its options have other names",
     engine="torchtitan",
     rates="automodel",  # its own rows are of a cluster with another H100
     expert_engine="torchtitan",

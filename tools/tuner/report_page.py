@@ -14,9 +14,9 @@ from typing import Any
 
 from architecture.model_stats import parameters
 from base import errors
-from tools.planner import web_page
 from tools.planner.layouts import Rejected
-from tools.planner.picture import LIGHT, SETTINGS, themed
+from tools.report import web_page
+from tools.report.picture import LIGHT, SETTINGS, themed
 from tools.tuner import result_tables
 from tools.tuner.result_tables import LayoutResult, SearchResult, format_number
 from tools.tuner.trials import Trial

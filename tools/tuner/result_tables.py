@@ -21,8 +21,8 @@ from functools import cached_property
 
 from architecture.model_stats import parameters
 from costs.hardware import Machine
-from tools.planner import picture
 from tools.planner.layouts import Rejected
+from tools.report import picture
 from tools.tuner.search_space import Candidate
 from tools.tuner.trials import Trial
 

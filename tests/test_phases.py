@@ -1,4 +1,4 @@
-"""Stages of a run (--stages): if this failed, a change of corpora, lengths or batches would lose
+"""Phases of a run (--phases): if this failed, a change of corpora, lengths or batches would lose
 tokens of a corpus, read some twice, or depend on restarts and layouts.
 """
 
@@ -20,8 +20,8 @@ from config.command_line import parse_request
 from config.inherited import Inherited, inherited
 from config.learning_rate import learning_rate, rate_at
 from config.past import from_text, to_text
+from config.phases import changes, from_saved
 from config.schema import Config
-from config.stages import changes, from_saved
 from config.validation import check
 from corpora.token_files import IndexedDataset
 
@@ -37,11 +37,11 @@ def corpora(tmp_path_factory) -> Path:
     return folder
 
 
-def written(path: Path, stages: list[dict], **top) -> str:
-    """The file of these stages."""
+def written(path: Path, phases: list[dict], **top) -> str:
+    """The file of these phases."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in top.items()]
-    for stage in stages:
-        lines += ["[[stage]]", *(f"{key} = {json.dumps(value)}" for key, value in stage.items())]
+    for phase in phases:
+        lines += ["[[phase]]", *(f"{key} = {json.dumps(value)}" for key, value in phase.items())]
     path.write_text("\n".join(lines) + "\n")
     return str(path)
 
@@ -50,13 +50,20 @@ def first_start(words: str, ranks: int = 1) -> Config:
     return check(parse_request([*SHAPE.split(), *words.split()]).config, ranks)
 
 
-def resumed(before: Config, steps: int, words: str, ranks: int = 1) -> Config:
-    """The configuration of a start that resumes `before` after `steps` steps, through its text."""
+def resumed(before: Config, steps: int, words: str, ranks: int = 1, version: str = "now") -> Config:
+    """The configuration of a start that resumes `before` after `steps` steps, through its text.
+
+    version: "0.3" if the checkpoint is of that version, which wrote "stages".
+    """
     samples = before.past.consumed(steps, before.batches)
     saved = json.loads(json.dumps(before.as_dict()))
-    begun = tuple(stage.begun() for stage in before.stages if stage.samples < samples)
+    begun = tuple(phase.begun() for phase in before.phases if phase.samples < samples)
     starts = before.past.with_start(before.batches)
     text = to_text(starts, before.ordered, "", begun)
+    if version == "0.3":
+        assert text.count('"phases"') == 1
+        text = text.replace('"phases"', '"stages"')
+        saved["plan"]["stages"] = saved["plan"].pop("phases")
     past = from_text(text, steps, samples, before.tokens_at(samples))
 
     def of_checkpoint(given):
@@ -117,23 +124,23 @@ def check_epochs(places: list[tuple[str, int, int]]) -> None:
                 assert set(epoch) == whole
 
 
-def drawn_stages(draw: random.Random, folder: Path, count: int, begin: int = 0) -> list[dict]:
-    """Stages with other corpora, weights, lengths and batches."""
-    stages = []
+def drawn_phases(draw: random.Random, folder: Path, count: int, begin: int = 0) -> list[dict]:
+    """Phases with other corpora, weights, lengths and batches."""
+    phases = []
     tokens = begin
     for number in range(count):
         names = draw.sample(["a", "b", "c", "chats"], draw.randint(1, 3))
         words: list = [f"{folder}/{name}" for name in names]
         if draw.random() < 0.7:
             words = [word for name in words for word in (draw.choice([0.2, 0.5, 3]), name)]
-        stage = {"name": f"s{number}", "from_tokens": tokens, "data": words}
-        stage["seq_length"] = draw.choice([4, 7, 8, 12, 16])
-        stage["global_batch_size"] = draw.choice([4, 8, 12])
-        if stages and draw.random() < 0.3:  # only the batch may change, so that the blend goes on
-            stage |= {key: stages[-1][key] for key in ("data", "seq_length")}
-        stages.append(stage)
+        phase = {"name": f"s{number}", "from_tokens": tokens, "data": words}
+        phase["seq_length"] = draw.choice([4, 7, 8, 12, 16])
+        phase["global_batch_size"] = draw.choice([4, 8, 12])
+        if phases and draw.random() < 0.3:  # only the batch may change, so that the blend goes on
+            phase |= {key: phases[-1][key] for key in ("data", "seq_length")}
+        phases.append(phase)
         tokens += draw.randint(200, 1500)
-    return stages
+    return phases
 
 
 LAYOUTS = [(1, ""), (2, "--micro-batch-size 2"), (4, ""), (4, "--micro-batch-size 1 --tp 2")]
@@ -144,11 +151,11 @@ def test_every_token_is_read_as_often_as_its_epochs_say(seed, corpora, tmp_path)
     """Four random plans for each seed, with restarts under other layouts, batches and futures."""
     draw = random.Random(seed)
     for _ in range(4):
-        stages = drawn_stages(draw, corpora, draw.randint(1, 5))
-        end = stages[-1]["from_tokens"] + draw.randint(300, 2000)
-        path = written(tmp_path / "stages.toml", stages, train_tokens=end)
+        phases = drawn_phases(draw, corpora, draw.randint(1, 5))
+        end = phases[-1]["from_tokens"] + draw.randint(300, 2000)
+        path = written(tmp_path / "phases.toml", phases, train_tokens=end)
         ranks, layout = draw.choice(LAYOUTS)
-        config = first_start(f"{TEXT} --stages {path} {layout}", ranks)
+        config = first_start(f"{TEXT} --phases {path} {layout}", ranks)
         step = 0
         places = []
         is_one_run = True
@@ -158,28 +165,28 @@ def test_every_token_is_read_as_often_as_its_epochs_say(seed, corpora, tmp_path)
             step = stop
             words = ""
             begun = [
-                s for s in config.stages if s.samples < config.past.consumed(step, config.batches)
+                s for s in config.phases if s.samples < config.past.consumed(step, config.batches)
             ]
             if draw.random() < 0.4:  # the future changes, the past does not
                 now = config.tokens_at(config.past.consumed(step, config.batches))
-                kept = stages[: len(begun)]
-                stages = kept + drawn_stages(
+                kept = phases[: len(begun)]
+                phases = kept + drawn_phases(
                     draw, corpora, draw.randint(0, 2), now + draw.randint(0, 300)
                 )
-                for number, stage in enumerate(stages):
-                    stage["name"] = f"s{number}"
-                end = max(end, stages[-1]["from_tokens"] + 400)
-                words = f"--stages {written(tmp_path / 'stages.toml', stages, train_tokens=end)}"
-            if draw.random() < 0.2:  # another batch in the stage that has begun
-                stages[len(begun) - 1]["global_batch_size"] = draw.choice([4, 8, 12])
-                words = f"--stages {written(tmp_path / 'stages.toml', stages, train_tokens=end)}"
+                for number, phase in enumerate(phases):
+                    phase["name"] = f"s{number}"
+                end = max(end, phases[-1]["from_tokens"] + 400)
+                words = f"--phases {written(tmp_path / 'phases.toml', phases, train_tokens=end)}"
+            if draw.random() < 0.2:  # another batch in the phase that has begun
+                phases[len(begun) - 1]["global_batch_size"] = draw.choice([4, 8, 12])
+                words = f"--phases {written(tmp_path / 'phases.toml', phases, train_tokens=end)}"
                 is_one_run = False
             ranks, layout = draw.choice(LAYOUTS)
             config = resumed(config, step, f"{words} {layout}", ranks)
         check_epochs(places)
         if is_one_run:
-            path = written(tmp_path / "stages.toml", stages, train_tokens=end)
-            again = first_start(f"{TEXT} --stages {path}")
+            path = written(tmp_path / "phases.toml", phases, train_tokens=end)
+            again = first_start(f"{TEXT} --phases {path}")
             assert read_steps(again, 0, again.total_steps) == places
 
 
@@ -187,17 +194,17 @@ def test_every_token_is_read_as_often_as_its_epochs_say(seed, corpora, tmp_path)
 @pytest.mark.parametrize(
     "words", ["{0}/a", "2 {0}/a 1 {0}/c", "{0}/a {0}/c"], ids=["one", "weights", "sizes"]
 )
-def test_a_run_that_began_without_stages_goes_on_where_it_was(words, order, corpora, tmp_path):
+def test_a_run_that_began_without_phases_goes_on_where_it_was(words, order, corpora, tmp_path):
     """Its order is read to the end, each token as often as the order's epochs, before the next."""
     options = (
         f"{TEXT} --data {words.format(corpora)} --order {order} --steps 30 --global-batch-size 1"
     )
     first = first_start(options)
     places = read_steps(first, 0, 13)
-    stage = {"from_tokens": 13 * 16, "data": [f"{corpora}/a"], "seq_length": 8}
-    path = written(tmp_path / "stages.toml", [stage], train_tokens=13 * 16 + 1600)
-    second = resumed(first, 13, f"--stages {path}")
-    assert [(s.name, s.tokens) for s in second.stages] == [("start", 0), ("stage 1", 13 * 16)]
+    phase = {"from_tokens": 13 * 16, "data": [f"{corpora}/a"], "seq_length": 8}
+    path = written(tmp_path / "phases.toml", [phase], train_tokens=13 * 16 + 1600)
+    second = resumed(first, 13, f"--phases {path}")
+    assert [(s.name, s.tokens) for s in second.phases] == [("start", 0), ("phase 1", 13 * 16)]
     places += read_steps(second, 13, 40)
     third = resumed(second, 40, "")
     places += read_steps(third, 40, third.total_steps)
@@ -217,80 +224,84 @@ def test_a_run_that_began_without_stages_goes_on_where_it_was(words, order, corp
 
 
 def test_what_is_over_cannot_change(corpora, tmp_path):
-    stages = [
+    phases = [
         {"from_tokens": 0, "data": [f"{corpora}/a"], "seq_length": 8},
         {"from_tokens": 640, "data": [f"{corpora}/b"], "name": "later"},
     ]
-    path = tmp_path / "stages.toml"
-    run = first_start(f"{TEXT} --stages {written(path, stages, train_tokens=2000)}")
+    path = tmp_path / "phases.toml"
+    run = first_start(f"{TEXT} --phases {written(path, phases, train_tokens=2000)}")
     for change, problem in (
-        ({"data": [f"{corpora}/c"]}, "reads .*/c, but the run reads .*/a in stage stage 1"),
+        ({"data": [f"{corpora}/c"]}, "reads .*/c, but the run reads .*/a in phase phase 1"),
         ({"seq_length": 4}, "samples of 4 tokens, but the run has samples of 8 tokens"),
     ):
-        changed = [stages[0] | change, stages[1]]
+        changed = [phases[0] | change, phases[1]]
         with pytest.raises(UserError, match=problem):
-            resumed(run, 5, f"--stages {written(path, changed, train_tokens=2000)}")
-    changed = [stages[0], stages[1] | {"from_tokens": 128}]
+            resumed(run, 5, f"--phases {written(path, changed, train_tokens=2000)}")
+    changed = [phases[0], phases[1] | {"from_tokens": 128}]
     with pytest.raises(UserError, match="is from 128 tokens on, but the run has read 320 tokens"):
-        resumed(run, 5, f"--stages {written(path, changed, train_tokens=2000)}")
-    changed = [stages[0], stages[1] | {"from_tokens": 320, "global_batch_size": 4}]
-    later = resumed(run, 5, f"--stages {written(path, changed, train_tokens=2100)}")
-    assert [(s.step, s.tokens) for s in later.stages] == [(0, 0), (5, 320)]
+        resumed(run, 5, f"--phases {written(path, changed, train_tokens=2000)}")
+    changed = [phases[0], phases[1] | {"from_tokens": 320, "global_batch_size": 4}]
+    later = resumed(run, 5, f"--phases {written(path, changed, train_tokens=2100)}")
+    assert [(s.step, s.tokens) for s in later.phases] == [(0, 0), (5, 320)]
     assert changes(run.plan, later.plan) == [
-        "stage later from_tokens 640 before, 320 now",
-        "stage later global_batch_size not given before, 4 now",
+        "phase later from_tokens 640 before, 320 now",
+        "phase later global_batch_size not given before, 4 now",
         "train_tokens 2000 before, 2100 now",
     ]
     assert resumed(run, 5, "").plan == replace(run.plan, path="STEP")
-    file = written(path, [stages[0]], train_tokens=300)
+    file = written(path, [phases[0]], train_tokens=300)
     with pytest.raises(
         UserError, match=r"train_tokens\(300\) is less than the 320 tokens that are"
     ):
-        resumed(run, 5, f"--stages {file}")
+        resumed(run, 5, f"--phases {file}")
     longer = resumed(run, 5, "--steps 40")
     assert (longer.total_steps, longer.plan.train_tokens) == (40, None)
 
 
 MISTAKES = [
-    ("", "has no [[stage]] table"),
-    ("stage = 3", "has no [[stage]] table"),
-    ("[[stage]]", "has no from_tokens"),
-    ("[[stage]]\nfrom_tokens = -1", "from_tokens is a whole number from 0 on, not -1"),
-    ("[[stage]]\nfrom_tokens = '5Q'", "from_tokens is a whole number from 0 on, not '5Q'"),
-    ("[[stage]]\nfrom_tokens = 0\nseq_lenght = 8", "unknown key 'seq_lenght'"),
-    ("[[stage]]\nfrom_tokens = 0\nseq_length = 32", "give --seq-length 32"),
-    ("[[stage]]\nfrom_tokens = 0\n[[stage]]\nfrom_tokens = 0", "is not after stage stage 1"),
+    ("", "has no [[phase]] table"),
+    ("phase = 3", "has no [[phase]] table"),
+    ("[[phase]]", "has no from_tokens"),
+    ("[[phase]]\nfrom_tokens = -1", "from_tokens is a whole number from 0 on, not -1"),
+    ("[[phase]]\nfrom_tokens = '5Q'", "from_tokens is a whole number from 0 on, not '5Q'"),
+    ("[[phase]]\nfrom_tokens = 0\nseq_lenght = 8", "unknown key 'seq_lenght'"),
+    ("[[phase]]\nfrom_tokens = 0\nseq_length = 32", "give --seq-length 32"),
+    ("[[phase]]\nfrom_tokens = 0\n[[phase]]\nfrom_tokens = 0", "is not after phase phase 1"),
     (
-        "[[stage]]\nfrom_tokens = 0\n[[stage]]\nfrom_tokens = 1\n[[stage]]\nfrom_tokens = 2",
+        "[[phase]]\nfrom_tokens = 0\n[[phase]]\nfrom_tokens = 1\n[[phase]]\nfrom_tokens = 2",
         "has no step",
     ),
-    ("train_tokens = 5\n[[stage]]\nfrom_tokens = 9", "is not after the begin of stage stage 1"),
-    ("[[stage]]\nfrom_tokens = 0\nlr = 1", "gives lr, and no lr_schedule"),
-    ("[[stage]]\nfrom_tokens = 0\nlr_schedule = 'cosin'", "lr_schedule is one of"),
+    ("train_tokens = 5\n[[phase]]\nfrom_tokens = 9", "is not after the begin of phase phase 1"),
+    ("[[phase]]\nfrom_tokens = 0\nlr = 1", "gives lr, and no lr_schedule"),
+    ("[[phase]]\nfrom_tokens = 0\nlr_schedule = 'cosin'", "lr_schedule is one of"),
     (
-        "[[stage]]\nfrom_tokens = 0\nlr_schedule = 'linear'\nmin_lr = 1",
+        "[[phase]]\nfrom_tokens = 0\nlr_schedule = 'linear'\nmin_lr = 1",
         "min_lr(1) is above lr(0.0003)",
     ),
-    ("[[stage]]\nfrom_tokens = 0\nglobal_batch_size = 0", "from 1 on, not 0"),
-    ("[[stage]]\nfrom_tokens = 0\ndata = []", "data is a list such as"),
-    ("[[stage]]\nfrom_tokens = 0\ndata = [1, 'synthetic']", "synthetic must be alone"),
-    ("[[stage]]\nfrom_tokens = 0\ndata = ['x', 'x']", "reads x twice"),
+    ("[[phase]]\nfrom_tokens = 0\nglobal_batch_size = 0", "from 1 on, not 0"),
+    ("[[phase]]\nfrom_tokens = 0\ndata = []", "data is a list such as"),
+    ("[[phase]]\nfrom_tokens = 0\ndata = [1, 'synthetic']", "synthetic must be alone"),
+    ("[[phase]]\nfrom_tokens = 0\ndata = ['x', 'x']", "reads x twice"),
     (
-        "[[stage]]\nfrom_tokens = 0\n[[stage]]\nfrom_tokens = 500\ndata = ['x']",
+        "[[phase]]\nfrom_tokens = 0\n[[phase]]\nfrom_tokens = 500\ndata = ['x']",
         "do not mix with files",
     ),
-    ("max_epochs = 3\n[[stage]]\nfrom_tokens = 0", "max_epochs is a table of PREFIX = EPOCHS"),
-    ("[[stage]]\nfrom_tokens = 0\nname = ''", "the name of stage 1 is a text"),
+    (
+        "[[stage]]\nfrom_tokens = 0\n[[phase]]\nfrom_tokens = 9",
+        "has [[stage]] and [[phase]] tables: call all of them [[phase]]",
+    ),
+    ("max_epochs = 3\n[[phase]]\nfrom_tokens = 0", "max_epochs is a table of PREFIX = EPOCHS"),
+    ("[[phase]]\nfrom_tokens = 0\nname = ''", "the name of phase 1 is a text"),
 ]
 
 
 @pytest.mark.parametrize(("text", "problem"), MISTAKES, ids=[p for _, p in MISTAKES])
 def test_a_wrong_file_is_refused_in_a_sentence(text, problem, tmp_path):
-    path = tmp_path / "stages.toml"
+    path = tmp_path / "phases.toml"
     path.write_text(text)
 
     def begin():
-        data.build(first_start(f"--stages {path} --steps 100"))
+        data.build(first_start(f"--phases {path} --steps 100"))
 
     with pytest.raises(UserError) as error:
         begin()
@@ -298,39 +309,39 @@ def test_a_wrong_file_is_refused_in_a_sentence(text, problem, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_rates_of_stages_and_of_a_run_that_they_do_not_change(tmp_path):
-    """One length: bit for bit the run without stages. Own schedules go over their own tokens."""
+def test_rates_of_phases_and_of_a_run_that_they_do_not_change(tmp_path):
+    """One length: bit for bit the run without phases. Own schedules go over their own tokens."""
     options = "--global-batch-size 8 --lr 1e-2 --min-lr 1e-3 --lr-warmup-samples 40 --steps 60"
     plain = first_start(options)
     path = written(tmp_path / "a.toml", [{"from_tokens": 0}, {"from_tokens": 3000}])
-    staged = first_start(f"{options} --stages {path}")
-    assert (staged.total_samples, staged.total_steps) == (480, 60)
+    phased = first_start(f"{options} --phases {path}")
+    assert (phased.total_samples, phased.total_steps) == (480, 60)
     for consumed in range(0, 480, 8):
         expected = learning_rate(plain.training, consumed, 480, 8)
-        assert rate_at(staged, consumed, 0, 8) == expected == rate_at(plain, consumed, 0, 8)
-    stages = [
+        assert rate_at(phased, consumed, 0, 8) == expected == rate_at(plain, consumed, 0, 8)
+    phases = [
         {"from_tokens": 0, "lr_schedule": "constant", "lr_warmup_tokens": 640, "seq_length": 8},
         {"from_tokens": 1280, "lr_schedule": "linear", "lr": 4e-3, "min_lr": 0, "seq_length": 4},
     ]
-    path = written(tmp_path / "b.toml", stages, train_tokens=1280 + 640)
-    run = first_start(f"--global-batch-size 8 --lr 1e-2 --stages {path}")
+    path = written(tmp_path / "b.toml", phases, train_tokens=1280 + 640)
+    run = first_start(f"--global-batch-size 8 --lr 1e-2 --phases {path}")
     rates = [rate_at(run, consumed, 0, 8) for consumed in range(0, run.total_samples, 8)]
     assert rates[:10] == pytest.approx([1e-2 * (n + 1) / 11 for n in range(10)])
     assert rates[10:20] == [1e-2] * 10
     assert rates[20:] == pytest.approx([4e-3 * (1 - n / 20) for n in range(20)])
 
 
-def test_a_stage_that_reads_the_same_goes_on_in_the_blend(corpora, tmp_path):
-    """A branch, and a stage with another rate or batch, read what one stage would have read."""
+def test_a_phase_that_reads_the_same_goes_on_in_the_blend(corpora, tmp_path):
+    """A branch, and a phase with another rate or batch, read what one phase would have read."""
     blend = {"data": [0.6, f"{corpora}/a", 0.3, f"{corpora}/b", 0.1, f"{corpora}/c"]}
     other = {"from_tokens": 0, "data": [f"{corpora}/b"]}
     one = [other, blend | {"from_tokens": 160}]
     cut = [*one, blend | {"from_tokens": 160 + 7 * 16, "lr_schedule": "linear"}]
     cut.append(blend | {"from_tokens": 160 + 18 * 16})
     read = []
-    for stages in (one, cut):
-        path = written(tmp_path / "s.toml", stages, train_tokens=160 + 40 * 16)
-        run = first_start(f"{TEXT} --stages {path} --global-batch-size 1")
+    for phases in (one, cut):
+        path = written(tmp_path / "s.toml", phases, train_tokens=160 + 40 * 16)
+        run = first_start(f"{TEXT} --phases {path} --global-batch-size 1")
         assert run.total_samples == 50
         samples = data.build(run).train
         read.append([inputs_of(samples, k) for k in range(run.total_samples)])
@@ -338,12 +349,12 @@ def test_a_stage_that_reads_the_same_goes_on_in_the_blend(corpora, tmp_path):
 
 
 def test_a_sample_is_consecutive_text_and_its_last_label_follows_in_it(corpora, tmp_path):
-    stages = [
+    phases = [
         {"from_tokens": 0, "data": [f"{corpora}/b"], "seq_length": 8},
         {"from_tokens": 64, "data": [f"{corpora}/b"], "seq_length": 16},
     ]
     run = first_start(
-        f"{TEXT} --stages {written(tmp_path / 's.toml', stages, train_tokens=1000)} "
+        f"{TEXT} --phases {written(tmp_path / 's.toml', phases, train_tokens=1000)} "
         "--global-batch-size 4"
     )
     samples = data.build(run).train
@@ -358,3 +369,39 @@ def test_a_sample_is_consecutive_text_and_its_last_label_follows_in_it(corpora, 
             ends = before.offset + before.length == corpus.lengths[before.sequence]
             cut += not (ends and after.offset == 0)
     assert cut <= 4  # where an epoch ends inside of a sample
+
+
+# ---- The names of version 0.3 --------------------------------------------------------------------
+
+
+def test_stages_of_earlier_versions_are_phases(tmp_path):
+    """The flag, the key of a run file and the tables: the run is the same, and a line says so."""
+    tables = [{"from_tokens": 0}, {"name": "b", "from_tokens": 320, "seq_length": 8}]
+    path = written(tmp_path / "phases.toml", tables, train_tokens=1000)
+    now = first_start(f"--phases {path}")
+    old = tmp_path / "stages.toml"
+    old.write_text(Path(path).read_text().replace("[[phase]]", "[[stage]]"))
+    file = tmp_path / "run.toml"
+    file.write_text(f'stages = "{old}"\n')
+    for words in (f"--stages {old}", f"--stages={old}", f"--config {file}"):
+        config = first_start(words)
+        assert [p.name for p in config.phases] == ["stage 1", "b"], "as in the run's checkpoints"
+        assert [p.samples for p in config.phases] == [p.samples for p in now.phases]
+        assert (config.batches, config.total_samples) == (now.batches, now.total_samples)
+    notes = parse_request([*SHAPE.split(), "--stages", str(old)]).notes
+    assert notes == ("--stages is called --phases now",)
+    with pytest.raises(UserError, match="--phases and --stages are one option"):
+        first_start(f"--stages {old} --phases {path}")
+    file.write_text(f'stages = "{old}"\n[data]\nphases = "{path}"\n')
+    with pytest.raises(UserError, match=r"gives 'phases' twice: at the top and in .data."):
+        first_start(f"--config {file}")
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_stages(tmp_path):
+    tables = [{"from_tokens": 0}, {"name": "b", "from_tokens": 320, "seq_length": 8}]
+    before = first_start(f"--phases {written(tmp_path / 'phases.toml', tables, train_tokens=1000)}")
+    for steps in (1, 3, 6):
+        old = resumed(before, steps, "", version="0.3")
+        assert old == resumed(before, steps, "")
+        assert old.plan is not None
+        assert old.past.phases

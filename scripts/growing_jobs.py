@@ -1,13 +1,13 @@
-"""The stages of a run that grows with its batch: which one is next, its options, its job.
+"""The segments of a run that grows with its batch: which one is next, its options, its job.
 
-    python scripts/stages.py submit STAGES                  by plan.py rampup --submit
-    python scripts/stages.py words STAGES train.py ...      by scripts/slurm_job.sh
-    python scripts/stages.py next STAGES train.py ...       by scripts/requeue.py
+    python scripts/growing_jobs.py submit SEGMENTS                  by plan.py rampup --submit
+    python scripts/growing_jobs.py words SEGMENTS train.py ...      by scripts/slurm_job.sh
+    python scripts/growing_jobs.py next SEGMENTS train.py ...       by scripts/requeue.py
 
-STAGES is what `plan.py rampup --nodes-by-batch ... --jobs STAGES` wrote. The stage is that of the
-samples that the newest checkpoint of the run's --out has consumed. `words` prints the options of
-the stage, which replace those of the batch file; `submit` and `next` start its job by sbatch, with
-the stage's --nodes and STAGES in the environment, `submit` from the first sample.
+SEGMENTS is what `plan.py rampup --nodes-by-batch ... --jobs SEGMENTS` wrote. The segment is that of
+the samples that the newest checkpoint of the run's --out has consumed. `words` prints the options
+of the segment, which replace those of the batch file; `submit` and `next` start its job by sbatch,
+with the segment's --nodes and SEGMENTS in the environment, `submit` from the first sample.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from checkpointing.index import Index
 from config import validation
 from config.command_line import parse
 
-# Options that sbatch may not be given, since the stage sets them; long and short.
+# Options that sbatch may not be given, since the segment sets them; long and short.
 OURS = ("--nodes", "-N", "--ntasks", "-n", "--export")
 SECONDS_TO_ASK_AGAIN = (1, 2, 4, 0)  # Slurm; after a time limit there are 30 s (KillWait)
 
@@ -39,17 +39,19 @@ def read(path: str) -> dict[str, Any]:
     """The file that plan.py wrote; UserError if it is not one."""
     try:
         tree = json.loads(read_regular(path))
-        if not {"stages", "model", "batches", "sbatch"} <= set(tree):
+        if "stages" in tree:  # of version 0.3 or earlier
+            tree["segments"] = tree.pop("stages")
+        if not {"segments", "model", "batches", "sbatch"} <= set(tree):
             raise ValueError("keys are missing")
     except (OSError, ValueError, TypeError) as error:
         text = f"is not what `plan.py rampup --jobs` writes: {error}"
-        raise UserError(f"STAGES {path} {text}") from None
+        raise UserError(f"SEGMENTS {path} {text}") from None
     return tree
 
 
-def stage_after(stages: list[dict[str, Any]], consumed: int) -> dict[str, Any]:
-    """The stage in which a run trains after so many samples."""
-    return [stage for stage in stages if stage["begin_at_samples"] <= consumed][-1]
+def segment_after(segments: list[dict[str, Any]], consumed: int) -> dict[str, Any]:
+    """The segment in which a run trains after so many samples."""
+    return [segment for segment in segments if segment["begin_at_samples"] <= consumed][-1]
 
 
 def consumed_samples(out: str) -> int:
@@ -64,21 +66,21 @@ def consumed_samples(out: str) -> int:
 
 
 def words_of(tree: dict[str, Any], run: list[str], nodes: int, tasks: int) -> list[str]:
-    """The stage's options for a job of `nodes`, of so many `tasks` each; UserError if the batch
-    file's options in `run` are not those of the plan, or the nodes not those of the stage.
+    """The segment's options for a job of `nodes`, of so many `tasks` each; UserError if the batch
+    file's options in `run` are not those of the plan, or the nodes not those of the segment.
     """
     consumed = consumed_samples(parse(run).run.out)
-    stage = stage_after(tree["stages"], consumed)
-    if (nodes, nodes * tasks) != (stage["nodes"], stage["gpus"]):
+    segment = segment_after(tree["segments"], consumed)
+    if (nodes, nodes * tasks) != (segment["nodes"], segment["gpus"]):
         raise UserError(
-            f"after {consumed} samples the stage has {stage['nodes']} nodes and {stage['gpus']} "
-            f"ranks, but this job has {nodes} nodes of {tasks}: `python scripts/stages.py next "
-            f"STAGES train.py ...` submits the job of the stage"
+            f"after {consumed} samples the segment has {segment['nodes']} nodes and "
+            f"{segment['gpus']} ranks, but this job has {nodes} nodes of {tasks}: `python "
+            f"scripts/growing_jobs.py next SEGMENTS train.py ...` submits the job of the segment"
         )
-    config = validation.check(parse([*run, *stage["words"]]), stage["gpus"])
+    config = validation.check(parse([*run, *segment["words"]]), segment["gpus"])
     sides = {"model": (tree["model"], dataclasses.asdict(config.model))}
     sides["batches"] = (tree["batches"], [list(start) for start in config.batches.starts])
-    planned, given = stage["layout"], dataclasses.asdict(config.layout)
+    planned, given = segment["layout"], dataclasses.asdict(config.layout)
     sides |= {name: (planned[name], given[name]) for name in planned}
     for name, (plan, batch_file) in sides.items():
         if plan != batch_file and (plan or batch_file):  # False is as None, not given
@@ -86,22 +88,22 @@ def words_of(tree: dict[str, Any], run: list[str], nodes: int, tasks: int) -> li
             raise UserError(
                 f"{name.replace('_', '-')} differs: {shown}; plan with the same options"
             )
-    return stage["words"]
+    return segment["words"]
 
 
 def submit(path: str, tree: dict[str, Any], consumed: int) -> str:
-    """Submit the job of the stage after so many samples; what was done. UserError if it fails."""
+    """Submit the job of the segment after so many samples; what was done. UserError if it fails."""
     sbatch = tree["sbatch"]
     if not sbatch:
-        raise UserError(f"STAGES {path} names no batch file: plan.py rampup --submit does")
+        raise UserError(f"SEGMENTS {path} names no batch file: plan.py rampup --submit does")
     for word in sbatch:
         if word.split("=")[0] in OURS or (word[:2] in OURS and word[:2] != "--"):
-            raise UserError(f"--submit: leave out {word}, which the stages give to sbatch")
-    stage, env = stage_after(tree["stages"], consumed), dict(os.environ)
-    nodes = stage["nodes"] + number("SPARE_NODES", "0")
+            raise UserError(f"--submit: leave out {word}, which the segments give to sbatch")
+    segment, env = segment_after(tree["segments"], consumed), dict(os.environ)
+    nodes = segment["nodes"] + number("SPARE_NODES", "0")
     # Slurm's variables of this job, such as its number of restarts, are not those of the next.
     env = {k: v for k, v in env.items() if k == "SLURM_CONF" or not k.startswith("SLURM")}
-    env["STAGES"] = os.path.abspath(path)
+    env["SEGMENTS"] = os.path.abspath(path)
     command = ["sbatch", "--parsable", "--export=ALL", f"--nodes={nodes}", *sbatch]
     job = run_slurm(*command, env=env).strip().partition(";")[0]
     return f"submitted job {job}: {nodes} nodes, after {consumed} samples"
@@ -133,7 +135,7 @@ def run_slurm(*words: str, env: dict[str, str] | None = None) -> str:
 def main(arguments: list[str]) -> None:
     """See above; a mistake is one sentence and exit status 2."""
     if len(arguments) < 2 or arguments[0] not in ("submit", "words", "next"):
-        raise UserError("usage: stages.py submit|words|next STAGES [train.py ARGUMENTS...]")
+        raise UserError("usage: growing_jobs.py submit|words|next SEGMENTS [train.py ARGUMENTS...]")
     what, path, run = arguments[0], arguments[1], arguments[3:]
     tree = read(path)
     if what == "submit":

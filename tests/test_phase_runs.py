@@ -1,4 +1,4 @@
-"""Runs with stages, and branches: if this failed, a stage would depend on layouts or restarts."""
+"""Runs with phases, and branches: if this failed, a phase would depend on layouts or restarts."""
 
 import json
 import tomllib
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ranks import fork_ranks
 from small_corpora import write_corpora
-from test_stages import written
+from test_phases import written
 
 from checkpointing.index import Index
 from tools.numerics.table import table
@@ -61,8 +61,8 @@ def same_weights(a: Path, b: Path, step: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory) -> str:
-    """Three stages of 6, 6 and 6 steps, on three corpora, with other lengths and batches."""
+def phases(tmp_path_factory) -> str:
+    """Three phases of 6, 6 and 6 steps, on three corpora, with other lengths and batches."""
     folder = tmp_path_factory.mktemp("corpora")
     write_corpora(folder)
     tables = [
@@ -82,39 +82,39 @@ def stages(tmp_path_factory) -> str:
             "min_lr": 1e-4,
         },
     ]
-    return written(folder / "stages.toml", tables, train_tokens=768 + 6 * 96)
+    return written(folder / "phases.toml", tables, train_tokens=768 + 6 * 96)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, stages) -> dict:
+def whole(tmp_path_factory, phases) -> dict:
     """The rows of the run of one rank, from beginning to end."""
-    return run(tmp_path_factory.mktemp("whole"), 1, "--stages", stages)
+    return run(tmp_path_factory.mktemp("whole"), 1, "--phases", phases)
 
 
-def test_one_run_is_its_pieces(stages, whole, tmp_path):
-    """Bit for bit: stopped inside of stages, and where one ends. run.json has the stages."""
+def test_one_run_is_its_pieces(phases, whole, tmp_path):
+    """Bit for bit: stopped inside of phases, and where one ends. run.json has the phases."""
     for stop in ("16", "48", "64", "72", "80"):
-        run(tmp_path, 1, "--stages", stages, "--resume", "auto", "--stop-at-samples", stop)
+        run(tmp_path, 1, "--phases", phases, "--resume", "auto", "--stop-at-samples", stop)
     # The rest without the file: its contents are in the checkpoint.
     found = run(tmp_path, 1, "--resume", "auto")
     assert found == whole
     facts = json.loads((tmp_path / "run.json").read_text())
-    begins = [(s["name"], s["from_tokens"], s["from_step"]) for s in facts["stages"]]
+    begins = [(s["name"], s["from_tokens"], s["from_step"]) for s in facts["phases"]]
     assert begins == [("short", 0, 0), ("mix", 384, 6), ("end", 768, 12)]
     (row,), _ = table(tmp_path, "date")
     assert (row["state"], row["step"], row["of"]) == ("finished", 18, 18)
-    assert " stage 2 of 3, mix: from step 7, 384 tokens" in (tmp_path / "log.txt.3").read_text()
+    assert " phase 2 of 3, mix: from step 7, 384 tokens" in (tmp_path / "log.txt.3").read_text()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_do_not_depend_on_the_layout(layout, stages, whole, tmp_path):
+def test_phases_do_not_depend_on_the_layout(layout, phases, whole, tmp_path):
     ranks, options = LAYOUTS[layout]
-    close(run(tmp_path, ranks, "--stages", stages, *options), whole)
+    close(run(tmp_path, ranks, "--phases", phases, *options), whole)
 
 
-def test_a_restart_under_another_layout_goes_on(stages, whole, tmp_path):
+def test_a_restart_under_another_layout_goes_on(phases, whole, tmp_path):
     ranks, options = LAYOUTS["pp2"]
-    run(tmp_path, ranks, "--stages", stages, *options, "--stop-at-samples", "56")
+    run(tmp_path, ranks, "--phases", phases, *options, "--stop-at-samples", "56")
     ranks, options = LAYOUTS["cp2"]
     close(run(tmp_path, ranks, "--resume", "auto", *options), whole)
 
@@ -125,9 +125,9 @@ def test_a_restart_under_another_layout_goes_on(stages, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_three_branches_are_three_uninterrupted_runs(stages, tmp_path):
-    """Of a stable run without stages: wsd to the end of each; bit for bit in one layout."""
-    data = ["--data", f"{Path(stages).parent}/a", "--order", "stable", "--global-batch-size", "4"]
+def test_three_branches_are_three_uninterrupted_runs(phases, tmp_path):
+    """Of a stable run without phases: wsd to the end of each; bit for bit in one layout."""
+    data = ["--data", f"{Path(phases).parent}/a", "--order", "stable", "--global-batch-size", "4"]
     stable = tmp_path / "stable"
     options = [*data, "--lr-schedule", "constant", "--lr-warmup-samples", "8"]
     run(stable, 1, *options, "--steps", "12", "--save-every", "3")
@@ -169,20 +169,20 @@ def test_three_branches_are_three_uninterrupted_runs(stages, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def stable(tmp_path_factory, stages) -> tuple[list[dict], Path]:
-    """The tables of the stages with a constant rate in all of them, and the run of one rank."""
+def stable(tmp_path_factory, phases) -> tuple[list[dict], Path]:
+    """The tables of the phases with a constant rate in all of them, and the run of one rank."""
     folder = tmp_path_factory.mktemp("stable")
-    tables = tomllib.loads(Path(stages).read_text())["stage"]
+    tables = tomllib.loads(Path(phases).read_text())["phase"]
     for of_rate in ("lr_schedule", "min_lr"):
         tables[-1].pop(of_rate)
-    file = written(folder / "stages.toml", tables, train_tokens=768 + 6 * 96)
-    run(folder / "run", 1, "--stages", file, *CONSTANT, "--save-every", "3")
+    file = written(folder / "phases.toml", tables, train_tokens=768 + 6 * 96)
+    run(folder / "run", 1, "--phases", file, *CONSTANT, "--save-every", "3")
     return tables, folder / "run"
 
 
 CONSTANT = ("--lr-schedule", "constant")
 # The step after which a branch begins, the tokens of the run there, those of the branch, which are
-# four steps, and the samples of the run after two of them. In the first stage, in the second, which
+# four steps, and the samples of the run after two of them. In the first phase, in the second, which
 # is a blend, and in the third, of another length.
 BRANCHES = {
     "first": (3, 192, 256, "40"),
@@ -193,21 +193,21 @@ BRANCHES = {
 
 @pytest.fixture(scope="module", params=BRANCHES)
 def fallen(request, stable, tmp_path_factory) -> tuple[str, dict, Path]:
-    """The name of a branch, and the uninterrupted run that falls there: the stage in which it falls
+    """The name of a branch, and the uninterrupted run that falls there: the phase in which it falls
     is longer and has a rate of its own.
     """
     tables, _ = stable
     step, begin, tokens, _ = BRANCHES[request.param]
     folder = tmp_path_factory.mktemp("straight")
-    before = [dict(stage) for stage in tables if stage["from_tokens"] < begin]
+    before = [dict(phase) for phase in tables if phase["from_tokens"] < begin]
     before[-1] |= {"lr_schedule": "wsd", "lr_wsd_decay_tokens": tokens}
-    file = written(folder / "stages.toml", before, train_tokens=begin + tokens)
-    rows = run(folder / "run", 1, "--stages", file, *CONSTANT)
+    file = written(folder / "phases.toml", before, train_tokens=begin + tokens)
+    rows = run(folder / "run", 1, "--phases", file, *CONSTANT)
     return request.param, {k: row for k, row in rows.items() if k[0] > step}, folder / "run"
 
 
 @pytest.mark.slow
-def test_a_branch_of_a_run_with_stages_is_an_uninterrupted_run(fallen, stable, tmp_path):
+def test_a_branch_of_a_run_with_phases_is_an_uninterrupted_run(fallen, stable, tmp_path):
     """Bit for bit, with a stop on the way, and to rounding under every other layout."""
     name, expected, straight = fallen
     _, stable_run = stable

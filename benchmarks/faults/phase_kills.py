@@ -1,9 +1,9 @@
-"""Kills runs with stages and their branches at random moments; is every row on the curve?
+"""Kills runs with phases and their branches at random moments; is every row on the curve?
 
-    python benchmarks/faults/stage_kills.py --keep RESULTS.jsonl
+    python benchmarks/faults/phase_kills.py --keep RESULTS.jsonl
 
-Each part is a run of tests/stage_kill_worker.py with a seed of its own: a random plan of thirty
-stages of three steps on three corpora, with a checkpoint after every step, and a branch of it. Ten
+Each part is a run of tests/phase_kill_worker.py with a seed of its own: a random plan of thirty
+phases of three steps on three corpora, with a checkpoint after every step, and a branch of it. Ten
 starts of two ranks are killed, seven of the run and three of the branch, each under a layout drawn
 at random. Each row of each start is compared with that of a run without interruption. Results are
 kept in RESULTS.jsonl, so that the list can be made in parts, with --minutes.
@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.results_file import head, main_in_parts
 
-RESULTS = ROOT / "benchmarks" / "results" / "stage_kills.md"
+RESULTS = ROOT / "benchmarks" / "results" / "phase_kills.md"
 SEEDS = range(1, 5)
 KILLS = 10  # with each seed
-WORKER = "tests/stage_kill_worker.py"
+WORKER = "tests/phase_kill_worker.py"
 
 
 def run(name: str) -> list[dict]:
@@ -40,7 +40,7 @@ def run(name: str) -> list[dict]:
 
 
 def is_change(place: dict) -> bool:
-    """Whether the step at which a kill fell is the first of another stage."""
+    """Whether the step at which a kill fell is the first of another phase."""
     return place["change"] and not place["first"]
 
 
@@ -64,14 +64,14 @@ def cells(row: dict) -> list[object]:
 
 def report(rows: list[dict]) -> str:
     """The text of the results file."""
-    command = "python benchmarks/faults/stage_kills.py --keep RESULTS.jsonl"
+    command = "python benchmarks/faults/phase_kills.py --keep RESULTS.jsonl"
     failures = sum("failure" in row for row in rows)
     facts = f"{len(rows)} of {len(SEEDS)} seeds were run; {failures} had a row off the curve."
-    lines = head("Runs with stages, and branches, killed at random moments", command, facts)
+    lines = head("Runs with phases, and branches, killed at random moments", command, facts)
     lines += [
         "Two ranks, fp64. One rank is killed by SIGKILL, the other up to 50 ms later; the next",
         "start resumes, under tp 2, pp 2, cp 2, dp 2 or dp 2 with ZeRO 2. A kill is in each column",
-        "that fits. Start: before the start's first row. Change: between the last step of a stage",
+        "that fits. Start: before the start's first row. Change: between the last step of a phase",
         "and the end of the first step of the next. Save: a checkpoint had begun and was not",
         "complete. First step: the branch had no row and no checkpoint. Rows: of all starts,",
         "compared in loss, rate and tokens with those of a run without interruption. Difference:",

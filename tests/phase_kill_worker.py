@@ -1,11 +1,11 @@
-"""Kills a run with stages, and a branch of it, at random moments; checks that every row is on the
+"""Kills a run with phases, and a branch of it, at random moments; checks that every row is on the
 curve of the uninterrupted run.
 
-    python tests/stage_kill_worker.py FOLDER KILLS SEED
+    python tests/phase_kill_worker.py FOLDER KILLS SEED
 
-A stage begins every three steps, with another length, batch or corpora, and every step is saved.
+A phase begins every three steps, with another length, batch or corpora, and every step is saved.
 Each start is killed at a random moment of its first seconds, before its first row; or after it,
-when a stage has just ended, when a save has just begun, or some steps later. Its layout is drawn at
+when a phase has just ended, when a save has just begun, or some steps later. Its layout is drawn at
 random. Prints one JSON object with where each kill fell; RuntimeError if a row is not that of the
 uninterrupted run, or a visible checkpoint is not whole.
 """
@@ -21,34 +21,34 @@ from pathlib import Path
 import kill_worker
 from compare import relative_difference
 from small_corpora import write_corpora
-from test_stages import written
+from test_phases import written
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --lr 1e-3 --device cpu"
 SHAPE += " --precision fp64 --split 100,0 --positions rotary --save-every 1"
 LAYOUTS = ("", "--tp 2", "--pp 2", "--cp 2", "--zero 2")
 STEPS, BRANCH_STEPS, AT = 90, 30, 60  # of the run and the branch; the branch begins after step AT
-STEPS_OF_A_STAGE = 3
-# When a start is killed: before its first row, or after it at any moment, when the row of a stage's
+STEPS_OF_A_PHASE = 3
+# When a start is killed: before its first row, or after it at any moment, when the row of a phase's
 # last step is there, or when a save has begun.
 AIMS = ("start", "any", "change", "save")
 
 
 def plan(folder: Path, chance: random.Random) -> str:
-    """The file of stages of three steps each, drawn at random; the last is that of the branch."""
+    """The file of phases of three steps each, drawn at random; the last is that of the branch."""
     write_corpora(folder)
-    stages, tokens = [], 0
-    for number in range(STEPS // STEPS_OF_A_STAGE):
+    phases, tokens = [], 0
+    for number in range(STEPS // STEPS_OF_A_PHASE):
         length, batch = chance.choice((4, 8, 12, 16)), chance.choice((2, 4, 8))
         names = chance.sample(["a", "b", "c"], chance.randint(1, 3))
         data = [word for name in names for word in (chance.choice((1, 2)), f"{folder}/{name}")]
-        stages.append({"name": f"s{number}", "from_tokens": tokens, "data": data})
-        stages[-1] |= {"seq_length": length, "global_batch_size": batch}
-        tokens += STEPS_OF_A_STAGE * length * batch
-    # The branch goes on in the stage of step AT.
-    last = stages[AT // STEPS_OF_A_STAGE - 1]
+        phases.append({"name": f"s{number}", "from_tokens": tokens, "data": data})
+        phases[-1] |= {"seq_length": length, "global_batch_size": batch}
+        tokens += STEPS_OF_A_PHASE * length * batch
+    # The branch goes on in the phase of step AT.
+    last = phases[AT // STEPS_OF_A_PHASE - 1]
     decay = BRANCH_STEPS * last["seq_length"] * last["global_batch_size"]
     (folder / "decay").write_text(str(decay))
-    return written(folder / "stages.toml", stages, train_tokens=tokens)
+    return written(folder / "phases.toml", phases, train_tokens=tokens)
 
 
 def run_and_kill(
@@ -87,7 +87,7 @@ def wait_for(aim: str, out: Path, since: int, seconds: float, chance: random.Ran
     """Wait for the moment of a kill: AIMS has the names. It does not wait longer than a start."""
     limit = time.monotonic() + seconds
     if aim == "change":
-        while time.monotonic() < limit and max(rows_in(out / "metrics.jsonl")) % STEPS_OF_A_STAGE:
+        while time.monotonic() < limit and max(rows_in(out / "metrics.jsonl")) % STEPS_OF_A_PHASE:
             time.sleep(0.001)
     elif aim == "save":
         while time.monotonic() < limit and not is_saving(out, since):
@@ -108,7 +108,7 @@ def is_saving(out: Path, since: int) -> bool:
 def place_of(out: Path, since: int, began_at: int) -> dict:
     """Where a kill fell: the newest checkpoint's step, the last step that this start has a row of
     (None if it has none), whether a save had begun and not ended, and whether the next step was the
-    first of a stage or of the run.
+    first of a phase or of the run.
     """
     metrics, step = out / "metrics.jsonl", None
     if kill_worker.has_row(metrics, since):
@@ -120,7 +120,7 @@ def place_of(out: Path, since: int, began_at: int) -> dict:
         "step": step,
         "save": is_saving(out, since),
         "first": at == began_at,
-        "change": at % STEPS_OF_A_STAGE == 0,
+        "change": at % STEPS_OF_A_PHASE == 0,
     }
 
 
@@ -167,8 +167,8 @@ def compare(
 
 def main() -> None:
     folder, kills, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
-    stages = plan(folder, chance)
-    words = [*SHAPE.split(), "--lr-schedule", "constant", "--stages", stages]
+    phases = plan(folder, chance)
+    words = [*SHAPE.split(), "--lr-schedule", "constant", "--phases", phases]
     straight, killed = folder / "straight", folder / "killed"
     # Of the uninterrupted run no other checkpoint is needed, and a save takes longer than a step.
     kill_worker.finish(straight, [*words, "--out", str(straight), "--save-every", str(AT)])
@@ -185,7 +185,7 @@ def main() -> None:
     kill_worker.finish(expected, [*words, *whole])
     of_branch = run_and_kill(branch, [*words, "--out", str(branch)], branches, chance, AT)
     more, off_branch = compare(rows_of(branch), rows_of(expected), AT + 1)
-    result = {"rows": rows + more, "off": max(off, off_branch), "stages": STEPS // STEPS_OF_A_STAGE}
+    result = {"rows": rows + more, "off": max(off, off_branch), "phases": STEPS // STEPS_OF_A_PHASE}
     print(json.dumps(result | {"run": of_run, "branch": of_branch}))
 
 

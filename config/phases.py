@@ -1,29 +1,29 @@
-"""The stages of a run (--stages FILE): on which corpora, samples and rates it trains from when on.
+"""The phases of a run (--phases FILE): on which corpora, samples and rates it trains from when on.
 
-    plan = read("months.toml")                  a StagePlan: what the file says
-    placed = place(plan, past, options)         a PlacedStage for each: where it begins and ends
+    plan = read("months.toml")                  a PhasePlan: what the file says
+    placed = place(plan, past, options)         a PlacedPhase for each: where it begins and ends
 
     train_tokens = "20B"                        # the end of the run; or give --steps
     [max_epochs]                                # a note says which corpora are read more often
     "data/books" = 4
 
-    [[stage]]
+    [[phase]]
     name = "web"
     from_tokens = 0
     data = ["data/web"]                         # as --data
-    [[stage]]
+    [[phase]]
     name = "long"
     from_tokens = "15B"
     data = [0.7, "data/web", 0.3, "data/books"]
     seq_length = 8192
     global_batch_size = 128
-    lr_schedule = "linear"                      # over this stage, from --lr to --min-lr
+    lr_schedule = "linear"                      # over this phase, from --lr to --min-lr
 
-What a stage does not give is as the options of the run say. Before the first stage of a file whose
-from_tokens is not 0, the run does what its options say. A stage begins with the first step at or
+What a phase does not give is as the options of the run say. Before the first phase of a file whose
+from_tokens is not 0, the run does what its options say. A phase begins with the first step at or
 after its number of tokens. Without keys about the rate, --lr-schedule goes on over all of the run.
 
-Where stages begin follows from the plan and the past of the run alone: of a stage that has begun,
+Where phases begin follows from the plan and the past of the run alone: of a phase that has begun,
 the past knows the place (config/past.py), and what the plan says of it must be what was done.
 """
 
@@ -36,9 +36,9 @@ from typing import Any
 from base.cli import whole_number
 from base.errors import UserError, nearest
 from config.batch_schedule import LARGEST
-from config.past import BegunStage, Past
+from config.past import BegunPhase, Past
 
-# Keys of a stage that say how its rate goes; without one, the rate of the run goes on.
+# Keys of a phase that say how its rate goes; without one, the rate of the run goes on.
 OF_THE_RATE = (
     "lr",
     "min_lr",
@@ -49,16 +49,16 @@ OF_THE_RATE = (
 )
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 STYLES = ("linear", "1-sqrt")
-BEFORE = "start"  # the name of what comes before the first stage of a file
+BEFORE = "start"  # the name of what comes before the first phase of a file
 
 
 @dataclass(frozen=True)
-class DataStage:
-    """A stage as a file gives it; None: as the options of the run say.
+class Phase:
+    """A phase as a file gives it; None: as the options of the run say.
 
     from_tokens: the tokens of the run before it. data: the words of --data. seq_length: tokens of a
     sample. global_batch_size: samples of a step. lr to lr_wsd_decay_style: a schedule over the
-    stage's own tokens, from `lr` to `min_lr`.
+    phase's own tokens, from `lr` to `min_lr`.
     """
 
     from_tokens: int
@@ -75,35 +75,35 @@ class DataStage:
 
     @property
     def has_rate(self) -> bool:
-        """Whether the stage has a schedule of the rate of its own."""
+        """Whether the phase has a schedule of the rate of its own."""
         return any(getattr(self, name) is not None for name in OF_THE_RATE)
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """The stages of a run, as a file gives them.
+class PhasePlan:
+    """The phases of a run, as a file gives them.
 
-    stages: by from_tokens, ascending. train_tokens: where the run ends; None: --steps or
+    phases: by from_tokens, ascending. train_tokens: where the run ends; None: --steps or
     --train-samples says it. max_epochs: (corpus, epochs), above which a note warns. path: the file,
     for messages.
     """
 
-    stages: tuple[DataStage, ...]
+    phases: tuple[Phase, ...]
     train_tokens: int | None = None
     max_epochs: tuple[tuple[str, float], ...] = ()
     path: str = ""
 
 
 @dataclass(frozen=True)
-class PlacedStage:
-    """A stage with its place in a run.
+class PlacedPhase:
+    """A phase with its place in a run.
 
-    stage: with data, seq_length and global_batch_size filled in. step, samples, tokens: those of
-    the run before its first step. is_begun: whether a step of it is done. blocks: for each of its
-    corpora, in the order of its data, the tokens of a block (corpora/streams.py).
+    settings: with data, seq_length and global_batch_size filled in. step, samples, tokens: those
+    of the run before its first step. is_begun: whether a step of it is done. blocks: for each of
+    its corpora, in the order of its data, the tokens of a block (corpora/streams.py).
     """
 
-    stage: DataStage
+    settings: Phase
     step: int
     samples: int
     tokens: int
@@ -112,33 +112,33 @@ class PlacedStage:
 
     @property
     def name(self) -> str:
-        """The stage's name."""
-        return self.stage.name
+        """The phase's name."""
+        return self.settings.name
 
     @property
     def data(self) -> tuple:
-        """The words of --data for this stage."""
-        return self.stage.data or ()
+        """The words of --data for this phase."""
+        return self.settings.data or ()
 
     @property
     def length(self) -> int:
         """The tokens of a sample."""
-        return self.stage.seq_length or 0
+        return self.settings.seq_length or 0
 
     @property
     def batch(self) -> int:
         """The samples of a step."""
-        return self.stage.global_batch_size or 0
+        return self.settings.global_batch_size or 0
 
     def tokens_at(self, samples: int) -> int:
-        """Return the tokens of the run before sample number `samples`, which is in this stage."""
+        """Return the tokens of the run before sample number `samples`, which is in this phase."""
         return self.tokens + (samples - self.samples) * self.length
 
-    def begun(self) -> BegunStage:
-        """Return what the past of the run keeps of a stage that has begun."""
-        return BegunStage(
+    def begun(self) -> BegunPhase:
+        """Return what the past of the run keeps of a phase that has begun."""
+        return BegunPhase(
             self.name,
-            self.stage.from_tokens,
+            self.settings.from_tokens,
             self.step,
             self.samples,
             self.tokens,
@@ -151,49 +151,52 @@ class PlacedStage:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def from_table(values: Mapping[str, Any], path: str) -> StagePlan:
+def from_table(values: Mapping[str, Any], path: str) -> PhasePlan:
     """Return the plan that a TOML file's contents, or a checkpoint's, say; UserError if wrong."""
-    where = f"--stages {path}"
+    where = f"--phases {path}"
     top = {key.replace("-", "_"): value for key, value in values.items()}
-    _check_keys(top, ("stage", "train_tokens", "max_epochs"), where)
-    tables = top.get("stage")
+    name = "stage" if "stage" in top else "phase"  # [[stage]] until version 0.3
+    if name == "stage" and "phase" in top:
+        raise UserError(f"{where} has [[stage]] and [[phase]] tables: call all of them [[phase]]")
+    _check_keys(top, (name, "train_tokens", "max_epochs"), where)
+    tables = top.get(name)
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
-        raise UserError(f"{where} has no [[stage]] table")
-    stages = [_stage(table, number, where) for number, table in enumerate(tables, 1)]
-    for before, after in itertools.pairwise(stages):
+        raise UserError(f"{where} has no [[phase]] table")
+    phases = [_phase(table, f"{name} {number}", where) for number, table in enumerate(tables, 1)]
+    for before, after in itertools.pairwise(phases):
         if after.from_tokens <= before.from_tokens:
             raise UserError(
-                f"{where}: stage {after.name} is from {after.from_tokens} tokens on, which is not "
-                f"after stage {before.name}, from {before.from_tokens} on"
+                f"{where}: phase {after.name} is from {after.from_tokens} tokens on, which is not "
+                f"after phase {before.name}, from {before.from_tokens} on"
             )
-    names = [stage.name for stage in stages]
+    names = [phase.name for phase in phases]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{where}: two stages are called {twice}")
+        raise UserError(f"{where}: two phases are called {twice}")
     end = top.get("train_tokens")
     if end is not None:
         end = _count(end, f"{where}: train_tokens", 1)
-        if end <= stages[-1].from_tokens:
-            last = stages[-1]
+        if end <= phases[-1].from_tokens:
+            last = phases[-1]
             raise UserError(
-                f"{where}: train_tokens({end}) is not after the begin of stage {last.name}, "
+                f"{where}: train_tokens({end}) is not after the begin of phase {last.name}, "
                 f"from_tokens({last.from_tokens})"
             )
     limits = top.get("max_epochs", {})
     if not isinstance(limits, dict):
         raise UserError(f"{where}: max_epochs is a table of PREFIX = EPOCHS, not {limits!r:.80}")
     most = tuple((str(k), _number(v, f"{where}: max_epochs of {k}")) for k, v in limits.items())
-    return StagePlan(tuple(stages), end, most, path)
+    return PhasePlan(tuple(phases), end, most, path)
 
 
-def from_saved(values: Any, path: str) -> StagePlan | None:
+def from_saved(values: Any, path: str) -> PhasePlan | None:
     """Return the plan in a checkpoint's configuration; None if it has none. path: for messages."""
     if not isinstance(values, dict):
         return None
     table = {key: value for key, value in values.items() if value is not None and key != "path"}
-    stages = table.pop("stages", None)
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
-        raise UserError(f"{path} has no list of stages: {stages!r:.80}")
-    table["stage"] = [{k: v for k, v in stage.items() if v is not None} for stage in stages]
+    phases = table.pop("phases", table.pop("stages", None))  # "stages" until version 0.3
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        raise UserError(f"{path} has no list of phases: {phases!r:.80}")
+    table["phase"] = [{k: v for k, v in phase.items() if v is not None} for phase in phases]
     try:
         table["max_epochs"] = dict(table.get("max_epochs", ()))
     except (TypeError, ValueError):
@@ -209,17 +212,18 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> 
             raise UserError(f"{where} has an unknown key {key!r:.60}{near}")
 
 
-def _stage(table: Mapping[str, Any], number: int, where: str) -> DataStage:
-    """Return the stage of a [[stage]] table, the file's stage `number`; UserError if it is wrong.
+def _phase(table: Mapping[str, Any], unnamed: str, where: str) -> Phase:
+    """Return the phase of a [[phase]] table; UserError if it is wrong.
 
-    The keys may have "-" in place of "_", as those of --config.
+    unnamed: what the phase is called if the table gives no name, such as "phase 2". The keys may
+    have "-" in place of "_", as those of --config.
     """
     values = {key.replace("-", "_"): value for key, value in table.items()}
-    name = values.get("name", f"stage {number}")
+    name = values.get("name", unnamed)
     if not isinstance(name, str) or not name.isprintable() or not name.strip():
-        raise UserError(f"{where}: the name of stage {number} is a text, not {name!r:.80}")
-    here = f"{where}: stage {name}"
-    _check_keys(values, [field.name for field in dataclasses.fields(DataStage)], here)
+        raise UserError(f"{where}: the name of {unnamed} is a text, not {name!r:.80}")
+    here = f"{where}: phase {name}"
+    _check_keys(values, [field.name for field in dataclasses.fields(Phase)], here)
     if "from_tokens" not in values:
         raise UserError(f"{here} has no from_tokens: the tokens of the run before it, such as 0")
     found: dict[str, Any] = {"name": name}
@@ -246,21 +250,21 @@ def _stage(table: Mapping[str, Any], number: int, where: str) -> DataStage:
             found[key] = values[key]
     if "data" in values:
         found["data"] = _words(values["data"], here)
-    stage = DataStage(**found)
-    if stage.has_rate and stage.lr_schedule is None:
-        given = ", ".join(key for key in OF_THE_RATE if getattr(stage, key) is not None)
+    phase = Phase(**found)
+    if phase.has_rate and phase.lr_schedule is None:
+        given = ", ".join(key for key in OF_THE_RATE if getattr(phase, key) is not None)
         raise UserError(f"{here} gives {given}, and no lr_schedule ({', '.join(SCHEDULES)})")
-    if stage.lr_schedule != "wsd":
+    if phase.lr_schedule != "wsd":
         for key in ("lr_wsd_decay_tokens", "lr_wsd_decay_style"):
-            if getattr(stage, key) is not None:
+            if getattr(phase, key) is not None:
                 raise UserError(f'{here}: {key} needs lr_schedule = "wsd"')
-    if stage.lr_schedule == "constant" and stage.min_lr is not None:
-        raise UserError(f"{here}: min_lr({stage.min_lr:g}) is never reached by constant")
-    return stage
+    if phase.lr_schedule == "constant" and phase.min_lr is not None:
+        raise UserError(f"{here}: min_lr({phase.min_lr:g}) is never reached by constant")
+    return phase
 
 
 def _words(value: Any, here: str) -> tuple:
-    """Return the words of a stage's data; UserError unless it is a list of texts and numbers."""
+    """Return the words of a phase's data; UserError unless it is a list of texts and numbers."""
     words = value if isinstance(value, (list, tuple)) else [value]
     kinds = (str, int, float)
     if not words or not all(isinstance(w, kinds) and not isinstance(w, bool) for w in words):
@@ -298,50 +302,50 @@ def _number(value: Any, what: str) -> float:
 
 
 def place(
-    plan: StagePlan, past: Past, data: tuple, seq_length: int, batch: int
-) -> tuple[PlacedStage, ...]:
-    """Return the stages of a run with their places, those of the past first.
+    plan: PhasePlan, past: Past, data: tuple, seq_length: int, batch: int
+) -> tuple[PlacedPhase, ...]:
+    """Return the phases of a run with their places, those of the past first.
 
-    data, seq_length, batch: what the run's options say, for a stage that does not. Raise UserError
-    if the plan contradicts the past, or if a stage has no step.
+    data, seq_length, batch: what the run's options say, for a phase that does not. Raise UserError
+    if the plan contradicts the past, or if a phase has no step.
     """
-    stages = [_filled(stage, data, seq_length, batch, plan.path) for stage in plan.stages]
-    begun = past.begun_stages(tuple(map(str, data)), seq_length)
-    if stages[0].from_tokens > 0:
+    phases = [_filled(phase, data, seq_length, batch, plan.path) for phase in plan.phases]
+    begun = past.begun_phases(tuple(map(str, data)), seq_length)
+    if phases[0].from_tokens > 0:
         before = begun[0] if begun else None
         options = tuple(map(str, data)), seq_length
         words, length = (before.data, before.seq_length) if before else options
-        stages.insert(0, DataStage(0, BEFORE, words, length, batch))
-    _check_past(plan, stages, begun, past)
-    blocks = _blocks(stages, begun, seq_length)
+        phases.insert(0, Phase(0, BEFORE, words, length, batch))
+    _check_past(plan, phases, begun, past)
+    blocks = _blocks(phases, begun, seq_length)
     placed = []
-    for stage, was in zip(stages, begun):
-        known = was.blocks or _of_corpora(stage, blocks)
-        placed.append(PlacedStage(stage, was.step, was.samples, was.tokens, True, known))
+    for phase, was in zip(phases, begun):
+        known = was.blocks or _of_corpora(phase, blocks)
+        placed.append(PlacedPhase(phase, was.step, was.samples, was.tokens, True, known))
     step, samples = past.step, past.samples
     tokens = placed[-1].tokens_at(samples) if placed else 0
-    for stage in stages[len(placed) :]:
+    for phase in phases[len(placed) :]:
         steps = 0
         if placed:
             last = placed[-1]
-            # The step in which the next stage's first token lies is the last of this stage.
-            steps = max(0, -((tokens - stage.from_tokens) // (last.batch * last.length)))
+            # The step in which the next phase's first token lies is the last of this phase.
+            steps = max(0, -((tokens - phase.from_tokens) // (last.batch * last.length)))
             if steps == 0 and not last.is_begun:
                 raise UserError(
-                    f"--stages {plan.path}: stage {last.name} has no step: it begins at "
-                    f"{last.tokens} tokens, and stage {stage.name} is from {stage.from_tokens} on"
+                    f"--phases {plan.path}: phase {last.name} has no step: it begins at "
+                    f"{last.tokens} tokens, and phase {phase.name} is from {phase.from_tokens} on"
                 )
             step += steps
             samples += steps * last.batch
             tokens += steps * last.batch * last.length
-        of_corpora = _of_corpora(stage, blocks)
-        placed.append(PlacedStage(stage, step, samples, tokens, False, of_corpora))
+        of_corpora = _of_corpora(phase, blocks)
+        placed.append(PlacedPhase(phase, step, samples, tokens, False, of_corpora))
     return tuple(placed)
 
 
-def _of_corpora(stage: DataStage, blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return the tokens of a block of each corpus that a stage reads."""
-    return tuple((prefix, blocks[prefix]) for prefix in prefixes_of(stage.data or ()))
+def _of_corpora(phase: Phase, blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return the tokens of a block of each corpus that a phase reads."""
+    return tuple((prefix, blocks[prefix]) for prefix in prefixes_of(phase.data or ()))
 
 
 def prefixes_of(data: Sequence[Any]) -> list[str]:
@@ -361,43 +365,43 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _filled(stage: DataStage, data: tuple, seq_length: int, batch: int, path: str) -> DataStage:
-    """Return a stage with what it does not give; UserError if its samples are too long."""
-    length = stage.seq_length or seq_length
+def _filled(phase: Phase, data: tuple, seq_length: int, batch: int, path: str) -> Phase:
+    """Return a phase with what it does not give; UserError if its samples are too long."""
+    length = phase.seq_length or seq_length
     if length > seq_length:
         raise UserError(
-            f"--stages {path}: stage {stage.name} has samples of seq_length({length}), longer than "
+            f"--phases {path}: phase {phase.name} has samples of seq_length({length}), longer than "
             f"--seq-length({seq_length}), the longest of the run: give --seq-length {length}"
         )
     return dataclasses.replace(
-        stage,
-        data=tuple(map(str, stage.data or data)),
+        phase,
+        data=tuple(map(str, phase.data or data)),
         seq_length=length,
-        global_batch_size=stage.global_batch_size or batch,
+        global_batch_size=phase.global_batch_size or batch,
     )
 
 
 def _check_past(
-    plan: StagePlan, stages: list[DataStage], begun: tuple[BegunStage, ...], past: Past
+    plan: PhasePlan, phases: list[Phase], begun: tuple[BegunPhase, ...], past: Past
 ) -> None:
     """Raise UserError if the plan says something else about what is over than what was done."""
     rule = "what is over cannot change"
     for number, was in enumerate(begun):
-        if number >= len(stages):
+        if number >= len(phases):
             raise UserError(
-                f"--stages {plan.path} has {len(stages)} stages, but the run has begun "
+                f"--phases {plan.path} has {len(phases)} phases, but the run has begun "
                 f"{len(begun)}, the last one {was.name} at {was.tokens} tokens: {rule}"
             )
-        stage = stages[number]
+        phase = phases[number]
         for name, ours, theirs in (
-            ("is from", f"{stage.from_tokens} tokens on", f"{was.from_tokens} tokens on"),
-            ("reads", " ".join(stage.data or ()), " ".join(was.data)),
-            ("has", f"samples of {stage.seq_length} tokens", f"samples of {was.seq_length} tokens"),
+            ("is from", f"{phase.from_tokens} tokens on", f"{was.from_tokens} tokens on"),
+            ("reads", " ".join(phase.data or ()), " ".join(was.data)),
+            ("has", f"samples of {phase.seq_length} tokens", f"samples of {was.seq_length} tokens"),
         ):
             if ours != theirs:
                 raise UserError(
-                    f"--stages {plan.path}: stage {stage.name} {name} {ours}, but the run "
-                    f"{name} {theirs} in stage {was.name}, which began at step {was.step + 1}: "
+                    f"--phases {plan.path}: phase {phase.name} {name} {ours}, but the run "
+                    f"{name} {theirs} in phase {was.name}, which began at step {was.step + 1}: "
                     f"{rule}"
                 )
     if not begun:
@@ -405,58 +409,56 @@ def _check_past(
     last = begun[-1]
     if past.tokens not in (-1, last.tokens + (past.samples - last.samples) * last.seq_length):
         raise UserError(
-            f"--stages {plan.path}: the run has read {past.samples} samples of {past.tokens} "
-            f"tokens, not all of them of the lengths of its stages (now {last.seq_length}), so "
+            f"--phases {plan.path}: the run has read {past.samples} samples of {past.tokens} "
+            f"tokens, not all of them of the lengths of its phases (now {last.seq_length}), so "
             "where it is in its corpora is not known"
         )
     now = last.tokens + (past.samples - last.samples) * last.seq_length
-    later = stages[len(begun) :]
+    later = phases[len(begun) :]
     size = past.last_batch
     if later and later[0].from_tokens <= now - size * last.seq_length:
         raise UserError(
-            f"--stages {plan.path}: stage {later[0].name} is from {later[0].from_tokens} tokens "
-            f"on, but the run has read {now} tokens, the last ones in stage {last.name}: {rule}; "
-            f"a new stage is from {now} on, or later"
+            f"--phases {plan.path}: phase {later[0].name} is from {later[0].from_tokens} tokens "
+            f"on, but the run has read {now} tokens, the last ones in phase {last.name}: {rule}; "
+            f"a new phase is from {now} on, or later"
         )
 
 
-def _blocks(
-    stages: list[DataStage], begun: tuple[BegunStage, ...], seq_length: int
-) -> dict[str, int]:
+def _blocks(phases: list[Phase], begun: tuple[BegunPhase, ...], seq_length: int) -> dict[str, int]:
     """Return for each corpus the tokens of a block, as the run has them or will have them.
 
     They are --seq-length, the tokens of the run's longest samples, when the corpus is first read:
-    so they do not depend on later stages, which may change.
+    so they do not depend on later phases, which may change.
     """
     blocks: dict[str, int] = {}
     for was in begun:
         for prefix, size in was.blocks:
             blocks.setdefault(prefix, size)
-    for stage in stages:
-        for prefix in prefixes_of(stage.data or ()):
+    for phase in phases:
+        for prefix in prefixes_of(phase.data or ()):
             blocks.setdefault(prefix, seq_length)
     return blocks
 
 
-def changes(before: StagePlan | None, now: StagePlan | None) -> list[str]:
+def changes(before: PhasePlan | None, now: PhasePlan | None) -> list[str]:
     """Return what differs between the plans of two starts of a run, a text for each difference."""
     if before is None or now is None:
         if before == now:
             return []
-        return ["stages: none before, now as in --stages" if now else "stages: none now"]
+        return ["phases: none before, now as in --phases" if now else "phases: none now"]
     texts = []
-    theirs = {stage.name: stage for stage in before.stages}
-    ours = {stage.name: stage for stage in now.stages}
+    theirs = {phase.name: phase for phase in before.phases}
+    ours = {phase.name: phase for phase in now.phases}
     for name in theirs.keys() | ours.keys():
         if name not in ours:
-            texts.append(f"stage {name} (from {theirs[name].from_tokens}) is gone")
+            texts.append(f"phase {name} (from {theirs[name].from_tokens}) is gone")
         elif name not in theirs:
-            texts.append(f"stage {name} (from {ours[name].from_tokens}) is new")
+            texts.append(f"phase {name} (from {ours[name].from_tokens}) is new")
         else:
-            for field in dataclasses.fields(DataStage):
+            for field in dataclasses.fields(Phase):
                 a, b = (getattr(side[name], field.name) for side in (theirs, ours))
                 if a != b:
-                    texts.append(f"stage {name} {field.name} {_shown(a)} before, {_shown(b)} now")
+                    texts.append(f"phase {name} {field.name} {_shown(a)} before, {_shown(b)} now")
     if before.train_tokens != now.train_tokens:
         both = f"{_shown(before.train_tokens)} before, {_shown(now.train_tokens)} now"
         texts.append(f"train_tokens {both}")
@@ -464,7 +466,7 @@ def changes(before: StagePlan | None, now: StagePlan | None) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value of a stage for a message."""
+    """Return a value of a phase for a message."""
     if value is None:
         return "not given"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,21 @@
+"""Sizes of buffers that a run allocates and a plan counts: gradient buckets, logits of a loss."""
+
+# The most gradients that are reduced in one operation: enough to use the links, few enough that
+# the reduction overlaps with the backward pass.
+BUCKET_ELEMENTS = 16 * 2**20
+# A small model has BUCKETS buckets, so that reductions overlap, unless a bucket would then have
+# fewer than LEAST_BUCKET gradients.
+BUCKETS, LEAST_BUCKET = 8, 2**20
+# The number of logits that the loss holds in fp32 at a time. They must stay in a cache between
+# kernels: 17 MB in a GPU's L2 cache (40 MB from A100 on), or 0.5 MB in the L2 cache of a CPU core.
+LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
+
+
+def bucket_elements(held: float, most: int = BUCKET_ELEMENTS, least: int | None = None) -> int:
+    """Return the most gradients that several parameters may have in one bucket.
+
+    A bucket is reduced over the replicas in one operation. held: the number of gradients on this
+    rank, to be divided among about BUCKETS buckets. most: an upper limit of the result. least: a
+    lower one, LEAST_BUCKET if None.
+    """
+    return min(most, max(LEAST_BUCKET if least is None else least, int(held) // BUCKETS))
