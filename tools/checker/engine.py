@@ -25,6 +25,7 @@ from tools.checker.runs import CheckedRun, RunAnswer, Worker
 from tools.checker.variants import Variant
 
 SECONDS_OF_ONE = 1800.0  # one rank waits for nobody; a busy machine may take long
+INFERRED = 8  # layouts, the simplest, in which texts are also decoded and scored
 LONGER = 10  # ranks share cores that one rank had alone
 
 
@@ -132,7 +133,7 @@ class Engine:
         began = time.monotonic()
         runs = {"": None} | {x.sizes: x for x in self.others if x.sizes}
         with Worlds(Worker(), self.plain, 1, SECONDS_OF_ONE) as worlds:
-            jobs = [(1, self._job(alone, variant=variant)) for variant in runs.values()]
+            jobs = [(1, self._job(alone, 0, each, each is None)) for each in runs.values()]
             for number, answers in worlds.answers(jobs):
                 self._keep(list(runs)[number], answers)
         limit = max(self.seconds, LONGER * (time.monotonic() - began))
@@ -167,14 +168,20 @@ class Engine:
         return self.worlds
 
     def _job(
-        self, layout: Layout, save: int = 0, variant: Variant | None = None, **run: Any
+        self,
+        layout: Layout,
+        save: int = 0,
+        variant: Variant | None = None,
+        infers: bool = False,
+        **run: Any,
     ) -> CheckedRun:
-        """Return the job of a layout. run: options of Run."""
+        """Return the job of a layout. infers: see CheckedRun. run: options of Run."""
         self.number += 1
         config = self.config if variant is None else variant.config
         changed = dataclasses.replace(config.run, **run)
         config = dataclasses.replace(config, layout=layout, run=changed)
-        return CheckedRun(config, save, self.number, variant.sizes if variant else "")
+        sizes = variant.sizes if variant else ""
+        return CheckedRun(config, save, self.number, sizes, infers)
 
     def run(
         self, layouts: Sequence[Layout], may_begin: Callable[[], bool] = lambda: True
@@ -187,7 +194,10 @@ class Engine:
         worlds = self._begun()
         pairs: list[tuple[Layout, Variant | None]] = [(layout, None) for layout in layouts]
         pairs += [(layout, variant) for variant in self.others for layout in variant.layouts]
-        jobs = [(ranks_of(layout), self._job(layout, 0, variant)) for layout, variant in pairs]
+        jobs = []
+        for number, (layout, variant) in enumerate(pairs):
+            infers = variant is None and number < INFERRED
+            jobs.append((ranks_of(layout), self._job(layout, 0, variant, infers)))
         for number, answers in worlds.answers(jobs, may_begin):
             layout, variant = pairs[number]
             yield self._outcome(layout, answers, 0, variant)

@@ -91,8 +91,11 @@ class Recorder:
     def numbers(self, **values: float) -> None:
         """Record numbers of the step that every rank has, such as the gradient norm."""
         for name, value in values.items():
-            key = (self.step, "number", name.replace("_", " "))
-            self.pieces.append(Piece(key, (np.zeros(1, np.int64),), np.array([value]), False, True))
+            self.values(name.replace("_", " "), np.zeros(1, np.int64), np.array([value]))
+
+    def values(self, name: str, elements: np.ndarray, values: np.ndarray) -> None:
+        """Record elements of a list of numbers of the step, of which a rank may have a part."""
+        self.pieces.append(Piece((self.step, "number", name), (elements,), values, False, True))
 
     # ---- Where this rank's tokens are ------------------------------------------------------------
 

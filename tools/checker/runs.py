@@ -20,6 +20,7 @@ from distributed.context import Context
 from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
+from tools.checker import inference
 from tools.checker.alone import findings
 from tools.checker.compare import Reference, SeenPieces
 from tools.checker.recorder import Piece, Recorder
@@ -39,6 +40,7 @@ class CheckedRun:
     save: int = 0
     number: int = 0  # of the job: values in the store have it in their names
     sizes: str = ""  # the name of the run of one rank with which it is compared
+    infers: bool = False  # whether texts are decoded and scored after the steps
 
 
 @dataclass
@@ -92,12 +94,14 @@ class Worker:
         recorder = Recorder(state)
         try:
             answer = _train(state, recorder, splits, context, job, chosen)
+            if self.references is None and job.infers and self.looks_alone:
+                answer.alone += inference.findings(state)
         finally:
             state.reader.close()
         if self.references is None:
             answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
             if self.looks_alone and config.training.precision == "fp64" and not job.sizes:
-                answer.alone = list(findings(config, context))
+                answer.alone += findings(config, context)
         else:
             tp, mesh = config.layout.tp, state.factory.mesh
             reference = self.references[job.sizes].in_precision(config)
@@ -147,6 +151,8 @@ def _train(
             return answer
     answer.unequal = [x.sentence for x in differing_replicas(state.stages, state.optimizer, mesh)]
     answer.evaluated |= dict(_evaluations(state, splits))
+    if job.infers:
+        inference.record(state, recorder)
     return answer
 
 
