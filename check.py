@@ -101,8 +101,7 @@ def main(arguments: list[str]) -> int:
         small, lines = shrink(request.config, Path(folder), given.cuda)
         lines += unsaid(request.config, small, request.given, lines)
         validation.check(small, 1)
-        precision = request.config.training.precision
-        plan = plan_of(small, precision, ranks, given.layouts, given.layout or ())
+        plan = plan_of(small, request.config, ranks, given.layouts, given.layout or ())
         if not plan.every:
             raise UserError(f"this run has no layout but one rank, on up to {ranks} ranks")
         for note in request.notes:

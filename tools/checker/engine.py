@@ -186,14 +186,15 @@ class Engine:
     def run(
         self, layouts: Sequence[Layout], may_begin: Callable[[], bool] = lambda: True
     ) -> Iterator[Outcome]:
-        """Yield the outcome of each layout as it ends, and of those of `others`.
+        """Yield the outcome of each layout as it ends, and of those of the variants.
 
         The run of one rank comes before. may_begin: whether a further layout may begin; if not,
         those that run are waited for.
         """
         worlds = self._begun()
         pairs: list[tuple[Layout, Variant | None]] = [(layout, None) for layout in layouts]
-        pairs += [(layout, variant) for variant in self.others for layout in variant.layouts]
+        others = [(layout, variant) for variant in self.others for layout in variant.layouts]
+        pairs[INFERRED:INFERRED] = others  # before the layouts that have several options
         jobs = []
         for number, (layout, variant) in enumerate(pairs):
             infers = variant is None and number < INFERRED

@@ -67,12 +67,13 @@ def verdict(
 def simplest(wrong: Sequence[Outcome]) -> Outcome:
     """Return the outcome that says most: of the fewest ranks and options, with a tensor."""
 
-    def size(outcome: Outcome) -> tuple[bool, bool, bool, int, int]:
+    def size(outcome: Outcome) -> tuple[bool, bool, bool, bool, int, int]:
         resumed = outcome.resumed_from is not None
         has_no_tensor = outcome.difference is None or not outcome.difference.parts
         is_varied = outcome.variant is not None
         ranks, words = ranks_of(outcome.layout), len(name_of(outcome.layout))
-        return has_no_tensor, resumed, is_varied, ranks, words
+        is_number = outcome.difference is not None and outcome.difference.key[1] == "number"
+        return has_no_tensor, is_number, resumed, is_varied, ranks, words
 
     return min(wrong, key=size)
 

@@ -56,6 +56,8 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
     if on_gpus:
         training = dataclasses.replace(training, precision="bf16")
     data, said_of_data = small_data(config.data, model, folder)
+    if config.run.compile:
+        said.append("--compile: in layouts of its own, whose code runs without being compiled")
     device = "cuda" if on_gpus else "cpu"
     out = str(folder / "run")
     run = Run(
@@ -238,7 +240,7 @@ def _training(training: Training) -> tuple[Training, list[str]]:
         said.append(f"--optimizer {training.optimizer} has no fp64: checked as adamw")
     if training.muon_dtype == "bf16":
         changed["muon_dtype"] = "master"
-        said.append("--muon-dtype bf16 rounds: checked in fp64")
+        said.append("--muon-dtype bf16: in layouts with 16 bits, in others as its masters")
     if training.rampup_batch_size:
         changed["rampup_batch_size"] = (BATCH // 2, BATCH // 2, BATCH)
     if training.batch_schedule:

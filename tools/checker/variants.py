@@ -1,6 +1,6 @@
 """The runs of a check: the small run in many layouts, and in some with other types or sizes.
 
-    plan = plan_of(small, "auto", ranks=4)
+    plan = plan_of(small, config, ranks=4)
     plan.layouts, plan.others, plan.resumes()
 
 What a type or a size decides is in no layout of a run that has another one. A 16-bit run has
@@ -35,6 +35,13 @@ OF_SUMS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 2, "micro_batch_size": 1},
     {"dp": 2, "zero": 3},
     {"tp": 2, "pp": 2, "sequence_parallel": True},
+)
+# Layouts with --compile: what one kernel of torch.compile does, which a check runs uncompiled.
+OF_COMPILE: tuple[dict[str, Any], ...] = (
+    {"micro_batch_size": 1},
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2, "schedule": "zb-h1"},
+    {"dp": 2, "zero": 3},
 )
 TOKENS = 23  # of a sample: neither 2 nor 3 divides them
 OF_TOKENS: tuple[dict[str, Any], ...] = (
@@ -128,21 +135,21 @@ class CheckPlan:
 
 def plan_of(
     small: Config,
-    precision: str,
+    user: Config,
     ranks: int,
     count: int | None = None,
     named: Sequence[str] = (),
 ) -> CheckPlan:
     """Return what a check of the small run does.
 
-    precision: of the user's run. count: so many layouts, None: all. named: the layouts that the
-    user names; every run that can have one has it, and UserError if none can.
+    user: the run of which the small one was made. count: so many layouts, None: all. named: the
+    layouts that the user names; every run that can have one has it, and UserError if none can.
     """
     if named:
-        return CheckPlan(small, *_named(small, precision, named), ranks, True)
+        return CheckPlan(small, *_named(small, user, named), ranks, True)
     few = None if count is None else max(1, count // SHARE)
     others = []
-    for name, sizes, config, wanted in _possible(small, precision):
+    for name, sizes, config, wanted in _possible(small, user):
         made = [with_options(config, options) for options in wanted]
         layouts = [layout for layout in made if layout is not None and ranks_of(layout) <= ranks]
         if layouts:
@@ -150,11 +157,9 @@ def plan_of(
     return CheckPlan(small, cover(small, ranks, count), others, ranks, False)
 
 
-def _named(
-    small: Config, precision: str, named: Sequence[str]
-) -> tuple[list[Layout], list[Variant]]:
+def _named(small: Config, user: Config, named: Sequence[str]) -> tuple[list[Layout], list[Variant]]:
     """Return the layouts that the user names, and the variants that can have them."""
-    others = [Variant(*each[:3], []) for each in _possible(small, precision)]
+    others = [Variant(*each[:3], []) for each in _possible(small, user)]
     layouts = []
     for text in named:
         found = [(variant, _read(text, variant.config)) for variant in others]
@@ -168,23 +173,30 @@ def _named(
 
 
 def _possible(
-    small: Config, precision: str
+    small: Config, user: Config
 ) -> Iterator[tuple[str, str, Config, Sequence[dict[str, Any]]]]:
     """Yield name, sizes, run and layouts of each variant that one rank can run."""
-    for name, config, wanted in _types(small, precision):
+    for name, config, wanted in _types(small, user):
         if _is_possible(config):
             yield name, "", config, wanted
-    for name, config, wanted in _sizes(small):
+    for name, config, wanted in _sizes(small, user):
         if _is_possible(config):
             yield name, name, config, wanted
 
 
-def _types(small: Config, precision: str) -> Iterator[tuple[str, Config, Sequence[dict[str, Any]]]]:
-    """Yield the names, runs and layouts in 16 bits, of a user's run that may have them."""
-    training = small.training
-    if small.run.device != "cpu" or precision not in ("auto", *SIXTEEN_BITS):
+def _types(small: Config, user: Config) -> Iterator[tuple[str, Config, Sequence[dict[str, Any]]]]:
+    """Yield the names, runs and layouts in 16 bits and with --compile, if the user's run has them.
+
+    Others than fp32 and fp64 are 16 bits: without --precision a run on GPUs is.
+    """
+    training, precision = small.training, user.training.precision
+    if user.run.compile:
+        run = dataclasses.replace(small.run, compile=True)
+        yield "compile", dataclasses.replace(small, run=run), OF_COMPILE
+    has_bits = precision in ("auto", *SIXTEEN_BITS) or user.training.muon_dtype == "bf16"
+    if small.run.device != "cpu" or not has_bits:
         return
-    of_user = "fp16" if precision == "auto" else precision  # with a loss scale
+    of_user = precision if precision in SIXTEEN_BITS else "fp16"  # with a loss scale
     changed = dataclasses.replace(training, precision=of_user)
     yield of_user, dataclasses.replace(small, training=changed), OF_PRECISION
     if precision == "fp16":
@@ -195,13 +207,13 @@ def _types(small: Config, precision: str) -> Iterator[tuple[str, Config, Sequenc
     yield "gradients in bf16", dataclasses.replace(small, training=changed), OF_SUMS
 
 
-def _sizes(small: Config) -> Iterator[tuple[str, Config, Sequence[dict[str, Any]]]]:
-    """Yield the names, runs and layouts in other sizes."""
+def _sizes(small: Config, user: Config) -> Iterator[tuple[str, Config, Sequence[dict[str, Any]]]]:
+    """Yield the names, runs and layouts in other sizes, which the user's run has too."""
     model = small.model
     if model.seq_length > TOKENS:
         changed = dataclasses.replace(model, seq_length=TOKENS)
         yield f"{TOKENS} tokens", dataclasses.replace(small, model=changed), OF_TOKENS
-    if model.kv_heads > KV_HEADS:
+    if user.model.kv_heads >= KV_HEADS and model.kv_heads != KV_HEADS:
         heads = KV_HEADS * (model.heads // model.kv_heads)
         changed = dataclasses.replace(model, heads=heads, kv_heads=KV_HEADS)
         yield f"{KV_HEADS} kv-heads", dataclasses.replace(small, model=changed), OF_HEADS
