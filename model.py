@@ -26,6 +26,7 @@ from base.errors import UserError
 from config.schema import Layout
 from data import Batch
 from distributed.collectives import reduce_from_tp
+from layers import mixers
 from layers.attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
 from layers.experts import ExpertMLP
 from layers.latent_attention import LatentAttention
@@ -174,8 +175,19 @@ def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float)
     return ExpertMLP(factory, name, model, std, activation_of(model), shared_mlp)
 
 
+def _mixer(model: ModelShape, index: int) -> Callable[..., nn.Module]:
+    """Return what makes the mixer of block number `index`, which is attention in most models."""
+    name = model.mixer_of(index)
+    if name != "attention":
+        return mixers.CLASSES[name]
+    if model.is_latent:
+        return LatentAttention
+    return functools.partial(Attention, block=model.attention_of(index))
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)).
+    """x + attention(norm(x)), then x + MLP(norm(x)); layers/mixers.py has what may be in the place
+    of attention.
 
     With --block post-norm: x + norm(attention(x)), then x + norm(MLP(x)). With --block parallel:
     x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own. With --block
@@ -188,12 +200,12 @@ class Block(nn.Module):
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
-        make_attention: Callable[..., nn.Module] = LatentAttention
-        if not model.is_latent:
-            make_attention = functools.partial(Attention, block=model.attention_of(index))
-        self.attention = make_attention(
-            factory, f"{name}.attention", model, std, recompute == "selective"
+        self.mixer_name = model.mixer_of(index)  # attention, or the mixer in its place
+        make_mixer = _mixer(model, index)
+        mixer = make_mixer(
+            factory, f"{name}.{self.mixer_name}", model, std, recompute == "selective"
         )
+        self.add_module(self.mixer_name, mixer)
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
         self.is_sandwich = model.block == "sandwich"
         if self.is_sandwich:  # norms of the outputs too
@@ -204,6 +216,11 @@ class Block(nn.Module):
         self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"  # the backward pass runs the whole block again
         self.kind = model.block  # --block: where the norms are
+
+    @property
+    def mixer(self) -> nn.Module:
+        """What mixes the tokens: the module `attention`, or that of another name in its place."""
+        return self.get_submodule(self.mixer_name)
 
     def forward(
         self,
@@ -246,10 +263,10 @@ class Block(nn.Module):
             mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
         if self.kind == "post-norm":  # norms after attention and MLP; the others: before
             x = x if y is None else x + y
-            x = x + self.attention_norm(self.attention(x, mask, rotary, cache, tokens))
+            x = x + self.attention_norm(self.mixer(x, mask, rotary, cache, tokens))
             return x, self.mlp_norm(mlp(x))
         x, normed = self.attention_norm.add_and_normalise(x, y)
-        y = self.attention(normed, mask, rotary, cache, tokens)
+        y = self.mixer(normed, mask, rotary, cache, tokens)
         if self.is_sandwich:
             x, normed = self.mlp_norm.add_and_normalise(x, self.attention_post_norm(y))
             return x, self.mlp_post_norm(mlp(normed))
@@ -417,11 +434,31 @@ class Head(nn.Module):
 def _positions(
     factory: ParamFactory,
     model: ModelShape,
+    blocks: list[BlockAttention | None],
+    micro_batch: int,
+    masked: bool,
+) -> "Positions | LocalPositions | mixers.MixerInputs":
+    """Return the masks and rotary tables of a stage's blocks, for samples of model.seq_length.
+
+    blocks: the attention of each block, None for one with another mixer.
+    """
+    with_attention = [block for block in blocks if block is not None]
+    positions = None
+    if with_attention:
+        positions = _attention_positions(factory, model, with_attention, micro_batch, masked)
+    if positions is not None and len(with_attention) == len(blocks):
+        return positions
+    return mixers.MixerInputs(factory, positions, [block is not None for block in blocks])
+
+
+def _attention_positions(
+    factory: ParamFactory,
+    model: ModelShape,
     blocks: list[BlockAttention],
     micro_batch: int,
     masked: bool,
 ) -> "Positions | LocalPositions":
-    """Return the masks and rotary tables of a stage's blocks, for samples of model.seq_length."""
+    """Return the masks and rotary tables of a stage's blocks, which all have attention."""
     positions = Positions(factory, model, micro_batch, masked, blocks[0])
     if blocks[0].is_plain and all(block == blocks[0] for block in blocks):
         return positions
@@ -464,10 +501,12 @@ class Stage(nn.Module):
             self.head = Head(factory, model, padded, embedding_stage.embedding, z_loss)
         if self.head is not None and first is not None and model.tied:
             self.head.weight.passes = 2  # the number of gradients in each micro-batch
-        self.positions: Positions | LocalPositions | None = None
+        self.positions: Positions | LocalPositions | mixers.MixerInputs | None = None
         if spec.blocks:
             # The blocks' attention is that of the longest samples, also for shorter ones.
-            of_blocks = [model.attention_of(spec.first + n) for n in range(spec.blocks)]
+            numbers = range(spec.first, spec.first + spec.blocks)
+            attends = set(model.attention_blocks)
+            of_blocks = [model.attention_of(n) if n in attends else None for n in numbers]
             self._make_positions = functools.partial(
                 _positions,
                 factory,
@@ -475,7 +514,7 @@ class Stage(nn.Module):
                 micro_batch=layout.micro_batch_size,
                 masked=masked,
             )
-            self._positions_of: dict[int, Positions | LocalPositions] = {}  # by seq_length
+            self._positions_of: dict[int, Any] = {}  # by seq_length
             self.set_length(model)
         self.reads_tokens = any(getattr(layer, "reads_tokens", False) for layer in self.modules())
         check_parameters(self)

@@ -164,7 +164,7 @@ class ParamFactory:
     of most weights. deferred: the list of weight gradients that linear layers compute later, if the
     schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it with each
     block after drawing the block's parameters. compile: the value of --compile. loss_weight: for
-    terms that a layer adds to the loss (loss.with_loss).
+    terms that a layer adds to the loss (loss.with_loss). cp_mixer: the value of --cp-mixer.
     """
 
     mesh: Mesh
@@ -177,6 +177,7 @@ class ParamFactory:
     shard: Callable[[nn.Module], None] | None = None
     compile: bool = False
     loss_weight: LossWeight = field(default_factory=LossWeight)
+    cp_mixer: str = "states"
 
     def compile_for_training(self, function: Callable, dynamic: bool = False) -> Callable:
         """Return `function`, or with --compile a version that is compiled while gradients are on.

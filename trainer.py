@@ -23,7 +23,7 @@ import data
 from base.errors import UserError
 from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
-from checkpointing.state import check_begin, fingerprints
+from checkpointing.state import Progress, check_begin, fingerprints
 from config.learning_rate import rate_at
 from config.past import Past
 from config.phases import PlacedPhase
@@ -43,8 +43,10 @@ from distributed.stop_conditions import (
     outlook,
 )
 from distributed.store import StoreExchange, first_given
-from inference.decoding import Decoder, RunSamples
+from inference.decoding import Decoder
+from inference.run_samples import RunSamples
 from inference.scoring import Scorer
+from layers import mixers
 from layers.attention import attention_kernel
 from model import Stage
 from optim import precision
@@ -55,17 +57,19 @@ from schedules.partition import StageSpec, stage_specs
 from telemetry import log_lines, replica_check, run_time, step_stats
 from telemetry.audit import Audit
 from telemetry.log import Log
-from telemetry.loss_monitor import give_up, make_monitor, skip_earlier_spikes
+from telemetry.loss_monitor import make_monitor, skip_earlier_spikes
 from telemetry.numerics_trace import NumericsTrace
+from telemetry.observer import Observer, Step
 from telemetry.pass_times import decide_schedule
+from telemetry.replica_check import ReplicaCheck
 from telemetry.routing_file import RoutingFile
+from telemetry.saving import Saving
 from telemetry.start_of_run import about_model, find_past, find_tensors
 from telemetry.step_stats import StatsExchange, StepStats
 from telemetry.step_times import StepTimes
+from telemetry.stragglers import StragglerCheck
 from telemetry.torch_profile import TorchProfile
 from zero import Optimizer, StepResult
-
-GO_ON, SAVE, SAVE_AND_STOP = RequestedAction  # ascending: the largest request is done
 
 
 @dataclass
@@ -127,7 +131,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     std = training.init_std
     sequence_parallel = layout.sequence_parallel
     factory = ParamFactory(mesh, dtype, device, training.seed, std, sequence_parallel, deferred)
-    factory = replace(factory, compile=config.run.compile)
+    factory = replace(factory, compile=config.run.compile, cp_mixer=layout.cp_mixer)
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
 
@@ -227,6 +231,12 @@ def count_labels(state: ModelState, batches: data.MicroBatches, micro_batches: i
     return mesh.world.values(counted)[0]
 
 
+def _prepare_decoding(state: TrainState) -> None:
+    """Make the model ready to continue texts: its weights gathered, its own length of samples."""
+    set_length(state, state.config.model.seq_length)  # of the tables for positions
+    state.optimizer.finish_gathering()
+
+
 def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     """Return the mean loss per target of the first `count` samples, 0 if they have no target.
 
@@ -285,7 +295,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, tasks, log, checkpoints, conditions)
         signals.explain(partial(outlook, context.recorder), trainer.describe_saved)
-        cleanup.callback(trainer.losses.spikes.finish)  # writes the last rows of spikes.jsonl
+        cleanup.callback(trainer.close)
         cleanup.enter_context(collecting_between_steps())
         finished = trainer.run()
         log.summarize()
@@ -326,6 +336,7 @@ def _open_log(
     attention = attention_kernel(
         config.model, state.factory, config.layout.micro_batch_size, masked
     )
+    attention = "; ".join(filter(None, (attention, mixers.kernel_of(config.model, state.factory))))
     kernels = preflight.kernel_names(config, state.optimizer.kernel, attention, source)
     if config.data.eval_tasks:  # their texts share samples, under masks
         name = attention_kernel(config.model, state.factory, config.layout.micro_batch_size, True)
@@ -381,7 +392,6 @@ class Trainer:
         self.recorder = mesh.recorder
         self.device = state.factory.device
         self.stats_exchange = StatsExchange(mesh, self.device, conditions, checkpoints)
-        self.straggler_check = step_stats.StragglerCheck(config, log.context.nodes)
         self.last_step = config.total_steps
         # A start that is refused, or has no step to do, replaces no file of the run's record. The
         # lines about the checkpoint are in the new record.
@@ -391,85 +401,77 @@ class Trainer:
             if self.done.iteration < self.last_step:
                 self._begin_record()
         log.epoch_tokens = splits.epoch_tokens
-        self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
         self.needs_warm_up = preflight.warms_up(config, self.device.type)
         self.phase: PlacedPhase | None = None  # of --phases, the one of the newest step
         self.warm_lengths = set[int]()  # lengths of samples for which kernels were warmed up
-        self.scorer: Scorer | None = None
-        if tasks.tasks:
-            self.scorer = Scorer(state.pipeline, state.factory, config, tasks)
-        self._make_observers()
+        self.observers = self._make_observers(tasks)
 
-    def _make_observers(self) -> None:
-        """Make what observes the steps; None stands for what no option asks for. Collective."""
-        run = self.config.run
-        state = self.state
-        log = self.log
-        checkpoints = self.checkpoints
-        exchange = self.exchange
-        self.losses = make_monitor(state, self.splits.train, checkpoints, exchange, log, self.done)
-        self.profile: TorchProfile | None = None
+    def _make_observers(self, tasks: TaskSet) -> list[Observer]:
+        """Return what observes the steps, in the order in which it is called; collective.
+
+        The log has a step before the monitor of losses may end the run for it. A save comes last,
+        after all that may refuse the state.
+        """
+        run, state, log = self.config.run, self.state, self.log
+        checkpoints, exchange, train = self.checkpoints, self.exchange, self.splits.train
+        observers: list[Observer] = []
         if run.torch_profile:
-            self.profile = TorchProfile(log, state.pipeline.finish_sending)
-        self.trace: NumericsTrace | None = None
+            observers.append(TorchProfile(log, state.pipeline.finish_sending))
         if run.trace_numerics:
-            self.trace = NumericsTrace(state, run_passes, step, exchange.agree, log.without)
-        self.audit: Audit | None = None
+            trace = NumericsTrace(state, train, run_passes, exchange.agree, log.without)
+            observers.append(trace)
         if run.audit_every:
-            self.audit = Audit(state, checkpoints, exchange, log, self.done, self.last_step)
-        self.step_times = StepTimes(exchange, log)  # writes times.jsonl
-        self.samples_of_text: RunSamples | None = None
+            audit = Audit(state, checkpoints, exchange, log, self.done, self.last_step)
+            observers.append(audit)
+        observers.append(StepTimes(exchange, log))
+        observers.append(StragglerCheck(self.config, log.context.nodes, log.note))
+        observers.append(log)
+        observers.append(make_monitor(state, train, checkpoints, exchange, log, self.done))
+        observers.append(Evaluations(state, self.splits, tasks, log, self.stats_exchange))
         if run.sample_every:
             decoder = Decoder(state.pipeline, state.factory, self.config.model)
-            gather = state.optimizer.finish_gathering
-            ends = checkpoints.ends()
-            self.samples_of_text = RunSamples(self.config, decoder, gather, log.note, ends)
+            prepare = partial(_prepare_decoding, state)
+            samples = RunSamples(self.config, decoder, prepare, log.note, checkpoints.ends())
+            observers.append(samples)
+        if run.check_replicas_every:
+            observers.append(ReplicaCheck(run.check_replicas_every, checkpoints))
+        observers.append(Saving(checkpoints, self.conditions))
+        return observers
 
     def run(self) -> bool:
-        """Train to the last step, and evaluate, log and save between steps; return True.
+        """Train to the last step, with the observers between steps; return True.
 
         Return False if a stop condition or a signal ended the run earlier, with its state saved.
         Raise UserError if training has diverged.
         """
-        action: float = GO_ON
-        if self.done.iteration < self.last_step:  # a signal may have come during the start
-            by_samples = self.conditions.action_after(self.done.consumed_samples)
-            action = max(self.stats_exchange.largest_request(), by_samples)
-        if action == SAVE_AND_STOP:
+        requested = self._requested_at_start()
+        if requested == RequestedAction.SAVE_AND_STOP:
             return self._stop_early()
-        save_requested = action == SAVE
         self._announce()
         for iteration in range(self.done.iteration + 1, self.last_step + 1):
-            is_last = iteration == self.last_step
-            evaluations = self._evaluations_after(iteration)
-            action = self._train_or_skip(iteration, evaluates=bool(evaluations))
-            if self.losses.diverged:
-                give_up(self.losses, self.done, self.checkpoints)  # raises UserError
-            # A requested stop skips the evaluation and the samples, which would delay the stop.
-            if evaluations and (is_last or action < SAVE_AND_STOP):
-                action = max(action, self._evaluate(evaluations))
-            if self.samples_of_text and (is_last or action < SAVE_AND_STOP):
-                set_length(self.state, self.config.model.seq_length)  # of the tables for positions
-                self.samples_of_text.after_step(iteration, is_last)
-            every = self.config.run.check_replicas_every
-            if every and (is_last or iteration % every == 0):
-                self.checkpoints.check_replicas(iteration)
-            action = max(action, self.conditions.action_after(self.done.consumed_samples))
-            if action == SAVE_AND_STOP and not is_last:
+            this_step = self._next_step(iteration)
+            this_step.request(requested)  # before the first step: a save, which is done after it
+            self._train_or_skip(this_step)
+            for observer in self.observers:
+                observer.between_steps(this_step)
+            if this_step.stops:
                 return self._stop_early()
-            save_requested |= action == SAVE
-            # Nothing is saved after a loss that is not finite, because --keep-last might then
-            # delete the newest good checkpoint. The request stays for a later step.
-            if is_last or not self.losses.bad:
-                self.checkpoints.after_step(self.done, is_last, save_requested)
-                save_requested = False
-                if not self.checkpoints.saving:  # no save runs on in the background
-                    self.conditions.saved()  # removes the file of --save-switch
-        if self.splits.test:  # evaluated once, after the last step
-            self._evaluate_one("test", self.splits.test, self.config.data.eval_samples)
-        self.checkpoints.close()
-        self.conditions.saved()
+            requested = RequestedAction.GO_ON
+        for observer in self.observers:
+            observer.at_end(self.done)
         return True
+
+    def _requested_at_start(self) -> float:
+        """Return the largest action that a rank requests before the first step of this start."""
+        if self.done.iteration >= self.last_step:
+            return RequestedAction.GO_ON
+        by_samples = self.conditions.action_after(self.done.consumed_samples)
+        return max(self.stats_exchange.largest_request(), by_samples)
+
+    def close(self) -> None:
+        """Let the observers write what waits; called when the run ends, also by an error."""
+        for observer in self.observers:
+            observer.at_exit()
 
     def _begin_record(self) -> None:
         """Open the files of the run's record on rank 0, because steps are about to run."""
@@ -517,61 +519,48 @@ class Trainer:
         lost = done - newest.iteration
         return f"{at}; {lost} steps after it are lost" if lost else f"{at}, the last one done"
 
-    def _evaluations_after(self, iteration: int) -> list[Callable[[], None]]:
-        """Return the evaluations that are due after a step, as functions to call in this order."""
-        every = self.config.data.eval_every
-        if iteration < self.last_step and not (every and iteration % every == 0):
-            return []
-        sets = self.splits.evaluations(self.config.data.eval_samples)
-        due: list[Callable[[], None]] = [
-            partial(self._evaluate_one, name, samples, count)
-            for name, (samples, count) in sets.items()
-        ]
-        return [*due, partial(self._evaluate_tasks, self.scorer)] if self.scorer else due
-
-    def _train_or_skip(self, iteration: int, evaluates: bool) -> float:
-        """Do step `iteration` on the next global batch, or skip a batch of --skip-samples.
-
-        Return the largest action (GO_ON, SAVE, SAVE_AND_STOP) that any rank requests. evaluates:
-        whether an evaluation follows the step. Collective over all ranks.
-        """
+    def _next_step(self, iteration: int) -> Step:
+        """Return step `iteration`, on the next global batch; set the length of its samples."""
         begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
-        length = self._begin_phase(begin)
-        samples = self.splits.train
-        if self.config.passes_over(begin, batch):
-            self.done = self.done.after_step(samples, batch, length, trained=False)
-            self.log.skip(iteration, begin + batch, batch)
-            return GO_ON  # this takes no time, so requests wait for the next step
-        if self.needs_warm_up:
-            self._warm_up(begin)
-        began = time.perf_counter()
-        self.recorder.begin_step(iteration)
-        if self.profile:
-            self.profile.before(iteration)
         lr = rate_at(self.config, begin, self.done.skipped_samples, batch)
-        if self.trace:  # it does the step, and traces it if --trace-numerics names it
-            result = self.trace.step(samples, begin, lr)
-        else:
-            result = step(self.state, samples, begin, lr)
-        trained = not result.skipped  # e.g. an overflow: the samples count, but not as trained on
-        self.done = self.done.after_step(samples, batch, length, trained)
+        is_last = iteration == self.last_step
+        return Step(iteration, is_last, begin, batch, self._begin_phase(begin), lr, self.done)
+
+    def _train_or_skip(self, this_step: Step) -> None:
+        """Do a step, or skip its batch if --skip-samples names it. Collective over all ranks."""
+        samples = self.splits.train
+        if self.config.passes_over(this_step.consumed, this_step.batch):
+            # This takes no time, so the requests of ranks wait for the next step.
+            self._advance(this_step, trained=False)
+            for observer in self.observers:
+                observer.after_skip(this_step)
+            return
+        if self.needs_warm_up:
+            self._warm_up(this_step.consumed)
+        began = time.perf_counter()
+        self.recorder.begin_step(this_step.iteration)
+        for observer in self.observers:
+            observer.before_step(this_step)
+        result = step(self.state, samples, this_step.consumed, this_step.lr)
+        # A step whose update was skipped, e.g. by an overflow, has not trained on its samples.
+        self._advance(this_step, trained=not result.skipped)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
-        seconds_to_evaluate = self.seconds_to_evaluate if evaluates else 0.0
-        stats_of_ranks = self.stats_exchange.after_step(seconds, seconds_to_evaluate)
+        ahead = sum(observer.seconds_between(this_step) for observer in self.observers)
+        this_step.stats = self.stats_exchange.after_step(seconds, ahead)
+        this_step.request(max(stats.requested_action for stats in this_step.stats))
         # The first step ends the start: the process that ends the job if a start fails may go.
         self.log.context.launch.watch.close()
-        collect_after(iteration)
-        if self.profile:
-            self.profile.after(iteration)
-        if self.audit:
-            self.audit.after(iteration)
-        self.step_times.after(iteration)
-        for line in self.straggler_check.add(stats_of_ranks):
-            self.log.note(line)
-        self.log.step(self.done, batch, lr, result, stats_of_ranks)
-        self.losses.step(self.done, batch, result)
-        return max(stats.requested_action for stats in stats_of_ranks)
+        collect_after(this_step.iteration)
+        for observer in self.observers:
+            observer.after_step(this_step, result)
+
+    def _advance(self, this_step: Step, trained: bool) -> None:
+        """Count a step in the run's progress; trained: whether it has updated the weights."""
+        self.done = self.done.after_step(
+            self.splits.train, this_step.batch, this_step.length, trained
+        )
+        this_step.done = self.done
 
     def _begin_phase(self, begin: int) -> int:
         """Return the tokens of a sample of the step from sample `begin` on, after setting them.
@@ -599,34 +588,6 @@ class Trainer:
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
-    def _evaluate(self, evaluations: list[Callable[[], None]]) -> float:
-        """Do and log each evaluation; return the largest action that any rank requests after it."""
-        began = time.perf_counter()
-        for evaluation in evaluations:
-            evaluation()
-        self.seconds_to_evaluate = time.perf_counter() - began
-        return self.stats_exchange.largest_request()
-
-    def _evaluate_one(self, name: str, samples: data.Samples, count: int) -> None:
-        """Evaluate the weights, and with --eval-ema their average too, and log the losses."""
-        set_length(self.state, self.config.model.seq_length)
-        self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
-        if self.config.data.eval_ema:
-            with self.state.optimizer.averaged_weights():
-                loss = evaluate(self.state, samples, count)
-            self.log.evaluation(f"{name}_ema", self.done, loss)
-
-    def _evaluate_tasks(self, scorer: Scorer) -> None:
-        """Evaluate the weights on --eval-tasks, and with --eval-ema their average too; log it."""
-        set_length(self.state, self.config.model.seq_length)
-        for task, result in scorer.results():
-            self.log.task(task.name, self.done, result)
-        if self.config.data.eval_ema:
-            with self.state.optimizer.averaged_weights():
-                found = scorer.results()
-            for task, result in found:
-                self.log.task(f"{task.name}_ema", self.done, result)
-
     def _stop_early(self) -> bool:
         """Save, print which rank requested the stop, and return False: the run is not finished.
 
@@ -641,3 +602,75 @@ class Trainer:
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
+
+
+class Evaluations(Observer):
+    """Evaluates the weights every --eval-every steps and after the last one, and logs the losses.
+
+    With --eval-ema their average is evaluated too. Collective over all ranks.
+    """
+
+    def __init__(
+        self, state: TrainState, splits: data.Splits, tasks: TaskSet, log: Log, stats: StatsExchange
+    ):
+        """tasks: those of --eval-tasks. stats: asks the ranks for requests after an evaluation."""
+        self.config = state.config
+        self.state = state
+        self.splits = splits
+        self.log = log
+        self.stats = stats
+        self.seconds = 0.0  # the seconds that the last evaluations took
+        self.scorer: Scorer | None = None
+        if tasks.tasks:
+            self.scorer = Scorer(state.pipeline, state.factory, state.config, tasks)
+
+    def seconds_between(self, step: Step) -> float:
+        """Return the seconds of the last evaluations, if some are due after the step."""
+        return self.seconds if self._is_due(step) else 0.0
+
+    def between_steps(self, step: Step) -> None:
+        """Do the evaluations that are due; a requested stop skips them, because they take long."""
+        if step.stops or not self._is_due(step):
+            return
+        began = time.perf_counter()
+        for name, (samples, count) in self._sets().items():
+            self._evaluate(name, samples, count, step.done)
+        if self.scorer:
+            self._score(self.scorer, step.done)
+        self.seconds = time.perf_counter() - began
+        step.request(self.stats.largest_request())
+
+    def at_end(self, done: Progress) -> None:
+        """Evaluate the test set, once."""
+        if self.splits.test:
+            self._evaluate("test", self.splits.test, self.config.data.eval_samples, done)
+
+    def _sets(self) -> dict[str, tuple[data.Samples, int]]:
+        """Return by name the samples of each set, and how many of them are evaluated."""
+        return self.splits.evaluations(self.config.data.eval_samples)
+
+    def _is_due(self, step: Step) -> bool:
+        """Return whether evaluations follow the step."""
+        every = self.config.data.eval_every
+        is_multiple = every > 0 and step.iteration % every == 0
+        return (step.is_last or is_multiple) and bool(self._sets() or self.scorer)
+
+    def _evaluate(self, name: str, samples: data.Samples, count: int, done: Progress) -> None:
+        """Evaluate a set; name: in the log. done: the progress of the run."""
+        set_length(self.state, self.config.model.seq_length)
+        self.log.evaluation(name, done, evaluate(self.state, samples, count))
+        if self.config.data.eval_ema:
+            with self.state.optimizer.averaged_weights():
+                loss = evaluate(self.state, samples, count)
+            self.log.evaluation(f"{name}_ema", done, loss)
+
+    def _score(self, scorer: Scorer, done: Progress) -> None:
+        """Evaluate the tasks of --eval-tasks; done: the progress of the run."""
+        set_length(self.state, self.config.model.seq_length)
+        for task, result in scorer.results():
+            self.log.task(task.name, done, result)
+        if self.config.data.eval_ema:
+            with self.state.optimizer.averaged_weights():
+                found = scorer.results()
+            for task, result in found:
+                self.log.task(f"{task.name}_ema", done, result)

@@ -5,6 +5,7 @@ block_attention  what attention does in a block; the patterns that say which blo
 block_kinds      numbers of models whose blocks differ, in experts or in windows
 rotary_scaling   the forms of RoPE scaling and their numbers
 model_stats      parameters and FLOPs of a model
+mixer_stats      tensors, parameters and FLOPs of a mixer in the place of attention
 tensors          names and shapes of the tensors of a model; how a changed model differs
 dispatch         how often a token is sent to the nodes of its experts
 families         config.json of transformers in and out (families.toml), shapes of runs

@@ -1,4 +1,5 @@
-"""Models whose blocks are of several kinds: with experts or one MLP, with a window or without.
+"""Models whose blocks are of several kinds: with experts or one MLP, with attention (with a window
+or without) or another mixer.
 
     kinds(model)                  # [(58, model with experts), (3, model with one MLP per block)]
     mean(model, block_flops)      # mean FLOPs of a block over all blocks of the model
@@ -6,7 +7,8 @@
 Formulas about a block, such as the number of its parameters, take a model whose blocks are alike.
 This module makes such a model for each kind of block and applies the formulas to each. A block is
 "sparse" if it has experts and "dense" if it has one MLP; ModelShape.has_experts tells which, and
-ModelShape.has_window tells which have a window. Read schema.py first.
+ModelShape.has_window tells which have a window, and ModelShape.mixer_of which have no attention.
+Read shape.py first.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,8 @@ OF_ONE_MLP: dict[str, Any] = {
 def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     """Return (number of blocks, model of these blocks alone) for each kind of block in the model.
 
-    The blocks with experts come first, and among them those with a window. A kind without blocks is
+    The blocks with experts come first, and among them those with another mixer than attention, then
+    those with a window. A kind without blocks is
     left out. `ffn_hidden` of a returned model is the width of each of its MLPs: of each expert, in
     the model with experts.
     """
@@ -45,27 +48,42 @@ def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     return models
 
 
-# The kinds of blocks: (whether it has experts, whether it has a window).
-Kind = tuple[bool, bool]
-_KINDS: tuple[Kind, ...] = ((True, True), (True, False), (False, True), (False, False))
+# The kinds of blocks: (whether it has experts, "mixer" or the attention that it has).
+Kind = tuple[bool, str]
+_KINDS: tuple[Kind, ...] = tuple(
+    (has_experts, mixes)
+    for has_experts in (True, False)
+    for mixes in ("mixer", "window", "attention")
+)
+
+
+def _kind(model: ModelShape, block: int) -> Kind:
+    """Return the kind of a block."""
+    if model.mixer_of(block) != "attention":
+        return model.has_experts(block), "mixer"
+    return model.has_experts(block), "window" if model.has_window(block) else "attention"
 
 
 def _count(model: ModelShape, kind: Kind, first: int, last: int) -> int:
     """Return how many of the blocks [first, last) are of a kind."""
-    return sum((model.has_experts(i), model.has_window(i)) == kind for i in range(first, last))
+    return sum(_kind(model, block) == kind for block in range(first, last))
 
 
 def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
     """Return a model that has so many blocks, all of one kind."""
-    has_experts, has_window = kind
+    has_experts, mixes = kind
     options: dict[str, Any] = {"layers": blocks, "window_blocks": "all", "rotary_blocks": "all"}
     options |= {"first_dense_layers": 0, "expert_interval": 1}
     if has_experts:
         options["ffn_hidden"] = model.expert_ffn_hidden
     elif model.experts > 1:
         options |= OF_ONE_MLP
-    if not has_window:
+    if mixes != "window":
         options["window"] = 0
+    if mixes == "mixer":
+        options["mixer_blocks"] = "all"
+    else:
+        options["mixer"] = "attention"
     return replace(model, **options)
 
 

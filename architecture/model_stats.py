@@ -8,16 +8,16 @@ g key/value heads, B samples. A GEMM that makes n columns from h has h n paramet
 for a token.
 
 A model may have blocks with experts beside blocks with one MLP, or blocks with a window beside
-blocks without (block_kinds.py). Numbers of one block are then means over all blocks. A function
-with a name such as `_block_flops` takes a model whose blocks are alike; `block_flops` takes any
-model.
+blocks without, or blocks with another mixer in the place of attention (block_kinds.py). Numbers of
+one block are then means over all blocks. A function with a name such as `_block_flops` takes a
+model whose blocks are alike; `block_flops` takes any model.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from architecture import block_kinds
+from architecture import block_kinds, mixer_stats
 from architecture.shape import ModelShape
 from base.errors import UserError
 
@@ -44,7 +44,9 @@ def head_norm_parameters(model: ModelShape) -> int:
 
 def normed_width(model: ModelShape) -> int:
     """Columns of queries and keys together, (a + g) d, if qk_norm normalises them; else 0."""
-    return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
+    if model.mixer != "attention" or model.qk_norm == "none":
+        return 0
+    return (model.heads + model.kv_heads) * model.head_size
 
 
 def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any:
@@ -64,7 +66,7 @@ def block_parameters(model: ModelShape) -> Any:
 
 def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
     """Parameters of the blocks [first, last) of a model, for example of a pipeline stage."""
-    if model.experts == 1:  # all blocks are alike
+    if model.experts == 1 and model.mixer == "attention":  # all blocks have as many
         return (last - first) * _block_parameters(model)
     return block_kinds.total(model, _block_parameters, first, last)
 
@@ -77,26 +79,42 @@ def _block_parameters(model: ModelShape) -> int:
     """
     h = model.hidden
     mlps, _ = model.mlps  # the number of experts, or 1
+    router = (h + model.router_bias) * mlps if mlps > 1 else 0
+    norms = block_norms(model) * norm_parameters(model)
+    shared = shared_parameters(model)
+    return _mixer_parameters(model) + mlps * mlp_parameters(model) + shared + router + norms
+
+
+def _mixer_parameters(model: ModelShape) -> int:
+    """Parameters of a block's attention, or of the mixer in its place."""
+    if model.mixer != "attention":
+        return mixer_stats.parameters(model)
     # The matrices of queries, keys and values and of the attention's output, and their biases.
-    attention = attention_weights(model) + (model.qkv_width if model.qkv_bias else 0)
-    attention += h if model.bias else 0
+    attention = mixer_weights(model) + (model.qkv_width if model.qkv_bias else 0)
+    attention += model.hidden if model.bias else 0
     # With qk_norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
-    attention += model.heads if model.sinks else 0
     scales += model.q_lora_rank + model.kv_lora_rank  # of the latents' norms
-    router = (h + model.router_bias) * mlps if mlps > 1 else 0
-    norms = scales + block_norms(model) * norm_parameters(model)
-    shared = shared_parameters(model)
-    return attention + mlps * mlp_parameters(model) + shared + router + norms
+    return attention + scales + (model.heads if model.sinks else 0)
 
 
-def attention_matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
-    """Return (outputs, inputs, whether tp divides it) of each matrix of a block's attention.
+def whole_scales(model: ModelShape) -> int:
+    """Parameters of a block's norms inside of attention, or its mixer, that tp does not divide."""
+    if model.mixer != "attention":
+        return mixer_stats.whole_parameters(model)
+    return head_norm_parameters(model) + model.q_lora_rank + model.kv_lora_rank
+
+
+def mixer_matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
+    """Return (outputs, inputs, whether tp divides it) of each matrix of a block's attention, or of
+    the mixer in its place.
 
     The last one is the output's. Latent attention has matrices from the hidden state to the
     latents, which every tensor rank has whole, and from the latents to the heads, which tp divides
     by heads (arXiv 2405.04434, section 2.1.2 and 2.1.3).
     """
+    if model.mixer != "attention":
+        return mixer_stats.matrices(model)
     h = model.hidden
     out = (h, model.attention_width, True)
     if not model.is_latent:
@@ -110,9 +128,9 @@ def attention_matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
     return [*matrices, out]
 
 
-def attention_weights(model: ModelShape) -> int:
-    """Weights of the matrices of a block's attention, without biases."""
-    return sum(outputs * inputs for outputs, inputs, _ in attention_matrices(model))
+def mixer_weights(model: ModelShape) -> int:
+    """Weights of the matrices of a block's attention or other mixer, without biases."""
+    return sum(outputs * inputs for outputs, inputs, _ in mixer_matrices(model))
 
 
 def whole_weights(model: ModelShape) -> int:
@@ -120,7 +138,7 @@ def whole_weights(model: ModelShape) -> int:
 
     They are the matrices that make the latents.
     """
-    return sum(outs * ins for outs, ins, divided in attention_matrices(model) if not divided)
+    return sum(outs * ins for outs, ins, divided in mixer_matrices(model) if not divided)
 
 
 def mlp_parameters(model: ModelShape) -> int:
@@ -183,7 +201,7 @@ def _block_flops(model: ModelShape) -> float:
     mlp = model.up_width + model.ffn_hidden  # weights of an MLP's GEMMs over the hidden size
     mlps, active = model.mlps  # the number of experts, and of those that compute a token
     router = mlps if mlps > 1 else 0
-    products = attention_weights(model) + model.hidden * (active * mlp + router)
+    products = mixer_weights(model) + model.hidden * (active * mlp + router)
     return 2.0 * (products + shared_parameters(model)) + score_flops(model)
 
 
@@ -191,8 +209,11 @@ def score_flops(model: ModelShape) -> float:
     """Forward FLOPs of a block's q k^T and p v for one token: 2 s (a d) for a plain GPT.
 
     For each token that a token sees, q k^T has a multiplication for each column of the queries, and
-    p v for each of the result. A multiplication and an addition are 2 FLOPs.
+    p v for each of the result. A multiplication and an addition are 2 FLOPs. A mixer in the place
+    of attention has its products within chunks and with its state.
     """
+    if model.mixer != "attention":
+        return mixer_stats.core_flops(model)
     return 2.0 * seen_tokens(model) * (model.query_width + model.attention_width)
 
 

@@ -12,6 +12,10 @@ from base.options import Needs, option
 EXPERTS = Needs(("experts",), above=1)
 ROTARY = Needs(("positions",), ("rotary",))
 
+# Mixers of tokens that may be in the place of attention, and what their options need.
+MIXERS = ("gated_delta_net", "kda", "mamba2", "short_conv")
+MIXER = Needs(("mixer",), MIXERS, is_key=True)
+
 # Activations of MLPs with a gate, which have two matrices that read the input.
 GATED = ("swiglu", "geglu", "clamped_swiglu")
 
@@ -173,6 +177,72 @@ class ModelShape:
         file_only=True,
         not_latent=True,
     )
+    mixer: str = option(
+        "attention",
+        "what mixes the tokens in the blocks of mixer_blocks; attention: nothing else does",
+        choices=("attention", *MIXERS),
+        file_only=True,
+    )
+    mixer_blocks: str = option(
+        "all",
+        "blocks with the mixer: all, N:M (N with, then M with attention), or a list 1,1,0,...",
+        needs=MIXER,
+        file_only=True,
+    )
+    mixer_key_heads: int = option(
+        None,
+        "heads of the mixer's queries and keys, default: as many as of its values",
+        minimum=1,
+        needs=MIXER,
+        file_only=True,
+    )
+    mixer_value_heads: int = option(
+        None,
+        "heads of the mixer's values, default: heads",
+        minimum=1,
+        needs=MIXER,
+        file_only=True,
+    )
+    mixer_key_size: int = option(
+        None,
+        "columns of a head's query and key in the mixer, default: head_size",
+        minimum=1,
+        needs=MIXER,
+        file_only=True,
+    )
+    mixer_value_size: int = option(
+        None,
+        "columns of a head's value in the mixer, default: head_size",
+        minimum=1,
+        needs=MIXER,
+        file_only=True,
+    )
+    mixer_kernel: int = option(
+        4,
+        "tokens that the mixer's causal convolution sees, the token itself included",
+        minimum=1,
+        needs=MIXER,
+        file_only=True,
+    )
+    mixer_conv_bias: bool = option(
+        False,
+        "a bias of each channel of the mixer's convolution",
+        needs=Needs(("mixer",), ("mamba2", "short_conv"), is_key=True),
+        file_only=True,
+    )
+    mixer_norm_eps: float = option(
+        None,
+        "epsilon of the norm of the mixer's heads, default: norm_eps",
+        minimum=0.0,
+        needs=MIXER,
+        file_only=True,
+    )
+    mixer_negative: bool = option(
+        False,
+        "writing strengths of the delta rule up to 2, so that a state may turn its sign",
+        needs=Needs(("mixer",), ("gated_delta_net",), is_key=True),
+        file_only=True,
+    )
     block: str = option(
         "pre-norm",
         "norms before attention and MLP, after, or both (sandwich); parallel: before, both read "
@@ -279,7 +349,16 @@ class ModelShape:
             "window_rotary_base": self.rotary_base,
             "window_rotary_scaling": self.rotary_scaling,
         }
-        return head | widths | experts | attention | {"qkv_bias": bias}
+        value_heads = self.mixer_value_heads or self.heads
+        size = self.head_size or head["head_size"]
+        mixer = {
+            "mixer_value_heads": value_heads,
+            "mixer_key_heads": value_heads,
+            "mixer_key_size": size,
+            "mixer_value_size": size,
+            "mixer_norm_eps": self.norm_eps,
+        }
+        return head | widths | experts | attention | mixer | {"qkv_bias": bias}
 
     @property
     def is_latent(self) -> bool:
@@ -358,8 +437,19 @@ class ModelShape:
         """Return whether the block with number `block`, from 0, has a window, however long."""
         return self.window > 0 and flags_of(self.window_blocks, self.layers)[block]
 
+    def mixer_of(self, block: int) -> str:
+        """Return what mixes the tokens in the block with number `block`: attention or a mixer."""
+        if self.mixer == "attention" or not flags_of(self.mixer_blocks, self.layers)[block]:
+            return "attention"
+        return self.mixer
+
+    @property
+    def attention_blocks(self) -> list[int]:
+        """The numbers of the blocks with attention, ascending."""
+        return [n for n in range(self.layers) if self.mixer_of(n) == "attention"]
+
     def attention_of(self, block: int) -> BlockAttention:
-        """Return what attention does in the block with number `block`, from 0.
+        """Return what attention does in the block with number `block`, which has attention.
 
         A window that is as long as a sample changes nothing, and is left out.
         """
@@ -376,9 +466,11 @@ class ModelShape:
 
     @property
     def has_kinds(self) -> bool:
-        """Whether blocks may differ in parameters or FLOPs: by experts, or by windows."""
+        """Whether blocks may differ in parameters or FLOPs: by experts, mixers, or windows."""
         is_windowed = 0 < self.window < self.seq_length
-        return self.experts > 1 or (is_windowed and self.window_blocks not in ("all", "none"))
+        if self.experts > 1 or self.mixer != "attention":
+            return True
+        return is_windowed and self.window_blocks not in ("all", "none")
 
     def padded_vocab(self, layout: Any) -> int:
         """Return the number of rows that the vocabulary's matrices have with their padding.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from architecture import mixer_stats
 from architecture.shape import ModelShape
 from base.errors import UserError
 
@@ -141,17 +142,22 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
         norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
         if model.block == "sandwich":
             norms += [f"{block}.attention_post_norm", f"{block}.mlp_post_norm"]
-        if model.sinks:
+        mixes = model.mixer_of(i)
+        if mixes != "attention":
+            of_mixer = mixer_stats.tensors(model)
+            shapes |= {f"{block}.{mixes}.{name}": t.shape for name, t in of_mixer.items()}
+        elif model.sinks:
             shapes[f"{block}.attention.sinks"] = (model.heads,)
         sparse = model.has_experts(i)
-        linear_of_block = linear if sparse else linear | dense_mlp
+        linear_of_block = ({} if sparse else dense_mlp) | (linear if mixes == "attention" else {})
         for name, (outputs, inputs, bias) in linear_of_block.items():
             shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
             if bias:
                 shapes[f"{block}.{name}.bias"] = outputs
         if sparse:
             shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
-        for name, shape in (qk_norms[model.qk_norm] | latents).items():
+        scales = qk_norms[model.qk_norm] | latents if mixes == "attention" else {}
+        for name, shape in scales.items():
             shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:
         shapes[f"{norm}.weight"] = (h,)

@@ -17,7 +17,7 @@ from typing import Any
 
 from architecture.shape import ModelShape
 from base.errors import UserError
-from base.options import option
+from base.options import Needs, option
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.past import Past
@@ -48,6 +48,12 @@ class Layout:
         None,
         "expert-parallel ranks, a divisor of dp x cp x tp; default: 1",
         minimum=1,
+    )
+    cp_mixer: str = option(
+        "states",
+        "how cp ranks share mixers without attention: they pass states on, or exchange heads",
+        choices=("states", "heads"),
+        needs=Needs(("cp",), above=1),
     )
     sequence_parallel: bool = option(
         None,

@@ -108,6 +108,7 @@ def check_shape(model: ModelShape) -> None:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
     _check_experts(model)
     _check_attention(model)
+    _check_mixer(model)
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
         part = f"head_size({model.head_size}) * rotary_fraction({model.rotary_fraction:g})"
         part = "qk_rope_head_dim" if model.is_latent else part
@@ -151,6 +152,45 @@ def _check_attention(model: ModelShape) -> None:
             )
 
 
+def _check_mixer(model: ModelShape) -> None:
+    """Raise UserError if the options of a mixer in the place of attention do not go together."""
+    if model.mixer == "attention":
+        return
+    if not any(flags_of(model.mixer_blocks, model.layers)):
+        raise UserError(f"mixer({model.mixer}) is of no block: mixer_blocks is none")
+    keys, values = model.mixer_key_heads, model.mixer_value_heads
+    both = f"mixer_key_heads({keys})", f"mixer_value_heads({values})"
+    if values % keys:
+        raise UserError(f"{both[0]} does not divide {both[1]}")
+    if model.mixer == "kda" and values != keys:
+        raise UserError(
+            f"mixer(kda) has as many key heads as value heads, not {' and '.join(both)}"
+        )
+
+
+def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
+    """Raise UserError if tp, or cp with --cp-mixer heads, cannot divide the heads of a mixer."""
+    if model.mixer == "attention":
+        return
+    tp, heads, name = layout.tp, model.mixer_key_heads, "mixer_key_heads"
+    if model.mixer == "short_conv":
+        heads, name = model.hidden, "hidden"
+    if model.mixer == "mamba2":
+        if model.mixer_value_heads % tp:
+            raise UserError(
+                f"tp({tp}) does not divide mixer_value_heads({model.mixer_value_heads})"
+            )
+        if heads % tp and tp % heads:
+            raise UserError(f"tp({tp}) does not divide {name}({heads}), nor the other way round")
+    elif heads % tp:
+        raise UserError(f"tp({tp}) does not divide {name}({heads})")
+    if layout.cp_mixer == "heads" and heads % (tp * layout.cp):
+        raise UserError(
+            f"--cp-mixer heads: tp({tp}) * cp({layout.cp}) does not divide {name}({heads}); "
+            "--cp-mixer states takes any number"
+        )
+
+
 def _check_latent(model: ModelShape) -> None:
     """Raise UserError if the options of latent attention do not go together, or with others."""
     widths = {
@@ -190,6 +230,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
     for name, size in sizes.items():
         if size % layout.tp:
             raise UserError(f"tp({layout.tp}) does not divide {name}({size})")
+    _check_mixer_ranks(model, layout)
     check_cut(layout, model.seq_length)
     _check_schedule(layout)
     _check_experts(model, layout)
@@ -512,6 +553,11 @@ def _check_objective(config: Config) -> None:
         raise UserError(
             "--objective prefix divides each sample into a prefix and what follows it, so samples "
             f"need 2 tokens or more, not {model.seq_length}"
+        )
+    if data.objective == "prefix" and model.mixer != "attention":
+        raise UserError(
+            f"--objective prefix lets the tokens of a prefix see later ones, which mixer"
+            f"({model.mixer}) cannot: it goes through the tokens in order"
         )
     needs_end = {
         "--reset-attention": data.reset_attention,

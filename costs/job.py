@@ -19,7 +19,12 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import numpy as np
 
 from architecture import block_kinds, dispatch
-from architecture.model_stats import block_parameters, mlp_parameters, whole_weights
+from architecture.model_stats import (
+    block_parameters,
+    mean_of_blocks,
+    mlp_parameters,
+    whole_weights,
+)
 from architecture.shape import ModelShape
 from base.errors import UserError
 from config.schema import Layout, Training
@@ -147,15 +152,16 @@ class Job(NamedTuple):
 
         tp divides all matrices but those that make the latents of latent attention.
         """
-        whole = whole_weights(self.model)
+        whole = mean_of_blocks(self.model, whole_weights)
         return (self.block_parameters - whole) / self.layout.tp + whole
 
     @property
     def kinds(self) -> "list[tuple[float, Job]]":
         """The kinds of blocks of the model: pairs of a share and a job with blocks of this kind.
 
-        The share is of the model's blocks. A model has at most four kinds: blocks with experts and
-        dense blocks, with a window and without. Most models have one kind, with the share 1.
+        The share is of the model's blocks. A model has at most six kinds: blocks with experts and
+        dense blocks, with attention, with a window, or with another mixer. Most models have one
+        kind, with the share 1.
         """
         if not self.model.has_kinds:
             return [(1.0, self)]

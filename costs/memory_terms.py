@@ -18,14 +18,16 @@ import numpy as np
 
 from architecture.block_attention import SPAN
 from architecture.model_stats import (
-    attention_matrices,
     block_norms,
-    head_norm_parameters,
+    mean_of_blocks,
+    mixer_matrices,
     norm_parameters,
     normed_width,
+    whole_scales,
 )
 from architecture.shape import ModelShape
 from config.buffer_sizes import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
+from costs import mixer_terms
 from costs.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
 
@@ -91,8 +93,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     """
     model = job.model
     layout = job.layout
-    norms = block_norms(model) * norm_parameters(model) + head_norm_parameters(model)
-    norms += model.q_lora_rank + model.kv_lora_rank  # of the latents, if there are any
+    norms = block_norms(model) * norm_parameters(model) + mean_of_blocks(model, whole_scales)
     block = job.parameters_here + norms - norms / layout.tp + further_parameters(job)
     vocabulary_matrix = 1.0 * job.vocab_columns * model.hidden
     positions = 0
@@ -129,8 +130,8 @@ def laid_out(job: Job, parts: Parts) -> Column:
     if all(kind.model.experts > 1 for _, kind in job.kinds):
         of_mlp = model.shared_ffn_hidden * model.up_matrices
     has_blocks = parts.blocks > 0
-    of_attention = max(outs * ins for outs, ins, _ in attention_matrices(model))
-    largest = max(of_attention, model.hidden * of_mlp) * has_blocks  # numbers of a matrix
+    of_mixers = [outs * ins for _, kind in job.kinds for outs, ins, _ in mixer_matrices(kind.model)]
+    largest = max(*of_mixers, model.hidden * of_mlp) * has_blocks  # numbers of a matrix
     has_vocabulary = parts.embedding | parts.head
     largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
     matrices = held - parts.blocks * job.expert_parameters
@@ -321,7 +322,10 @@ def block_activations(job: Job, scores: Column) -> Column:
     # Inputs and outputs of two norms. In a parallel block both have the same input: 3, not 4.
     outside = 3 if model.block == "parallel" else 2 * block_norms(model)
     numbers = outside * h / job.sequence_shards
-    if model.is_latent:
+    of_mixer: Column = 0.0
+    if model.mixer != "attention":
+        of_mixer = mixer_terms.kept_bytes(job, scores)
+    elif model.is_latent:
         numbers = numbers + latent_numbers(job, scores)
     else:
         numbers = numbers + model.qkv_width / t  # queries, keys and values
@@ -339,8 +343,9 @@ def block_activations(job: Job, scores: Column) -> Column:
         numbers = numbers + active * results_over_mean(job) * h / t
     # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
     gathered_from = job.cp // job.over_heads - 1
+    gathered_from = gathered_from * (model.mixer == "attention")
     numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
-    kept = job.number_bytes * job.tokens * numbers + routing_bytes(job)
+    kept = job.number_bytes * job.tokens * numbers + routing_bytes(job) + of_mixer
     return kept + np.where(scores, span_bytes(job), 0.0)
 
 
@@ -356,7 +361,12 @@ def span_bytes(job: Job) -> Column:
     model = job.model
     by_products = bool(model.attention_softcap or model.sinks)
     has_flex = job.machine.precision == "bf16" and model.head_size >= 16
-    if model.is_latent or has_flex or not (by_products or model.window):
+    if (
+        model.mixer != "attention"
+        or model.is_latent
+        or has_flex
+        or not (by_products or model.window)
+    ):
         return 0.0
     keys = keys_of_spans(model)  # of each query
     result = job.number_bytes * model.attention_width / job.layout.tp

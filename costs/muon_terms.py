@@ -26,6 +26,8 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     """
     h = model.hidden
     d = model.head_size
+    if model.mixer != "attention":
+        return _mixer_matrices(model, mode) + _mlp_matrices(model)
     if model.is_latent:
         found = _latent_matrices(model, mode)
         return found + _mlp_matrices(model)
@@ -37,6 +39,19 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     found = [(count, size, h) for count, size in rows]
     found.append((1, h, model.heads * d))  # attention's output matrix
     return found + _mlp_matrices(model)
+
+
+def _mixer_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
+    """Return the matrices of a gated delta net (layers/gated_delta_net.py) as above."""
+    h, g, a = model.hidden, model.mixer_key_heads, model.mixer_value_heads
+    p, r = model.mixer_key_size, model.mixer_value_size
+    out = (1, h, a * r)
+    if mode == "joint":
+        return [(1, 2 * g * p + 2 * a * (r + 1), h), out]
+    if mode == "split":
+        return [(2, g * p, h), (2, a * r, h), (2, a, h), out]
+    shared = a // g
+    return [(2 * g, p, h), (2 * g, shared * r, h), (2 * g, shared, h), out]
 
 
 def _latent_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:

@@ -18,8 +18,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from architecture.model_stats import attention_matrices, block_norms, normed_width, seen_tokens
-from costs import muon_terms, op_costs
+from architecture.model_stats import block_norms, mixer_matrices, normed_width, seen_tokens
+from costs import mixer_terms, muon_terms, op_costs
 from costs.job import Column, Job, mean_of_kinds, term
 from costs.op_costs import Pass
 
@@ -99,7 +99,7 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     h = model.hidden
     # All but the last matrix of attention are divided by outputs, or whole: with sequence
     # parallelism a rank then multiplies a whole matrix with its own tokens only.
-    *inner, (_, width, _) = attention_matrices(model)
+    *inner, (_, width, _) = mixer_matrices(model)
     sizes = [
         (job.tokens, outs // t, ins, 1)
         if divided
@@ -144,9 +144,12 @@ def attention(job: Job) -> Pass:
     """Return the seconds of a block's attention, without its matrix products with weights.
 
     With cp, all-to-alls before and after attention give a rank fewer heads of more tokens, and keys
-    and values are gathered over the cp ranks that have the same heads.
+    and values are gathered over the cp ranks that have the same heads. A block may have another
+    mixer in the place of attention (mixer_terms.py).
     """
     model = job.model
+    if model.mixer != "attention":
+        return mixer_terms.core_seconds(job)
     layout = job.layout
     widths = model.qkv_width + model.attention_width
     exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes of q, k, v and results
@@ -197,20 +200,26 @@ def elementwise_bytes(job: Job) -> Pass:
     activation_inputs = f * model.up_matrices
     rotated = (model.heads + model.kv_heads) * model.head_size  # width of queries and keys
     latents = model.q_lora_rank + model.kv_lora_rank
+    mixes = model.mixer != "attention"
     norms = block_norms(model)  # each: a read and a write; backward reads two
     moved = Pass(2 * norms * normed, 3 * norms * normed)
     moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
     # The MLP's activation reads its inputs and writes f numbers; backward moves f numbers more.
     moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
-    moved += Pass(2.0, 3.0) * (latents / job.sequence_shards)  # norms of the latents
-    if model.value_size < model.kernel_head_size:  # values are copied to be as wide as keys
+    if not mixes:
+        moved += Pass(2.0, 3.0) * (latents / job.sequence_shards)  # norms of the latents
+    if (
+        model.value_size < model.kernel_head_size and not mixes
+    ):  # values are copied to be as wide as keys
         moved += Pass(2.0, 2.0) * (model.heads * model.kernel_head_size / t)
     if model.bias:  # a bias's gradient reads the gradient of the product's output
         moved += Pass(0.0, f / t + 2 * h)
-    if model.qkv_bias:
+    if mixes:
+        moved += mixer_terms.moved_numbers(job)
+    if model.qkv_bias and not mixes:
         moved += Pass(0.0, model.qkv_width / t)
-    if model.positions == "rotary":
+    if model.positions == "rotary" and not mixes:
         moved += Pass(ROTARY, ROTARY) * (rotated / t)  # rotating queries and keys
     moved += permuted(job) * (active * h / t)  # ordering rows by expert
     return moved * job.number_bytes
@@ -374,9 +383,10 @@ def selective_seconds(job: Job, forward: Column) -> Column:
     """Return the seconds that selective recomputation adds to a block's backward pass.
 
     It is 0, because a flash kernel always recomputes attention's scores; other training programs
-    replace this formula. forward: seconds of the block's forward.
+    replace this formula. A mixer without attention is computed again. forward: seconds of the
+    block's forward.
     """
-    return 0.0
+    return 0.0 if job.model.mixer == "attention" else mixer_terms.core_seconds(job).forward
 
 
 @term

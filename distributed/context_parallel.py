@@ -1,4 +1,4 @@
-"""Attention for ranks that share a sample's tokens (--cp): all-to-all over heads, gathered keys.
+"""Attention and recurrences for ranks that share a sample's tokens (--cp).
 
     q, k, v = to_heads(q, k, v, mesh.heads)      fewer heads, more tokens
     k, v = gather_tokens(k, v, mesh.kv)          keys and values of all tokens
@@ -20,6 +20,12 @@ In a group of n ranks the first chunks ascend with the rank, and the second chun
 first chunks in rank order, then the second chunks in reverse rank order, are in the sample's order:
 
     n = 2: rank 0 has chunks 0 3, rank 1 has chunks 1 2; first chunks 0 1, second 3 2, reversed 2 3
+
+A recurrence (layers/linear_recurrence.py) needs a sample's chunks in their order. The order above
+stays, since attention and recurrences are blocks of the same model and tokens would have to be sent
+between them: a rank's two chunks are two segments of the 2 cp in a row, as two samples of half the
+length (`to_segments`). What a segment does with a state is gathered (`states_before`), and all
+segments run at once: no rank waits for the one before it, so the order costs nothing.
 
 Shapes at line ends: s tokens of this rank, b samples, a heads of size d, g key/value heads.
 Read layers/attention.py (Attention.forward) before this file.
@@ -69,10 +75,19 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...
     if n == 1:
         return q, k, v
     parts = [t.unflatten(2, (n, -1)) for t in (q, k, v)]  # (s, b, n, heads/n, d)
-    # (n, s, b, (a + 2g)/n, d): block j has the heads that rank j of the group will compute.
-    sent = torch.cat(parts, 3).movedim(2, 0).contiguous()
-    whole = _in_order(_Exchange.apply(sent, group))  # (n s, b, (a + 2g)/n, d): all n ranks' tokens
+    # (n s, b, (a + 2g)/n, d): all n ranks' tokens
+    whole = exchange_heads(torch.cat(parts, 3).flatten(2, 3), group)
     return whole.split([t.shape[3] for t in parts], 2)
+
+
+def exchange_heads(x: Tensor, group: Group) -> Tensor:
+    """Return the tokens of the group's n ranks for 1/n of the heads: (s, b, heads, d) to (n s, b,
+    heads/n, d), in the sample's order; rank j gets the j-th part of the heads.
+    """
+    if group.size == 1:
+        return x
+    sent = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()  # block j: for rank j
+    return _in_order(_Exchange.apply(sent, group))
 
 
 def to_tokens(mixed: Tensor, group: Group) -> Tensor:
@@ -137,6 +152,77 @@ def gather_tokens(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
     gathered = _Gather.apply(torch.cat([k, v], -1), group)
     # (n s, b, g, 2d) -> (n, s, b, g, 2d), one row for each rank, as `_in_order` expects.
     return _in_order(gathered.unflatten(0, (group.size, -1))).chunk(2, -1)
+
+
+# ---- States and tokens of earlier segments -------------------------------------------------------
+
+
+def to_segments(x: Tensor, group: Group) -> Tensor:
+    """Return a rank's two chunks of each sample as samples of their own: (s, b, ...) to (s/2, 2b,
+    ...), the first chunks before the second ones. group: the ranks that share the tokens.
+
+    A recurrence goes through a sample's chunks in order, and this rank's two are apart. They stay
+    where causal attention wants them: each is a segment, and 2 n segments are in a row on n ranks.
+    """
+    if group.size == 1:
+        return x
+    return torch.cat(x.chunk(2), 1)
+
+
+def from_segments(x: Tensor, group: Group) -> Tensor:
+    """Undo `to_segments`: (s/2, 2b, ...) to (s, b, ...)."""
+    if group.size == 1:
+        return x
+    return torch.cat(x.chunk(2, 1))
+
+
+def _all_segments(own: Tensor, group: Group) -> Tensor:
+    """Return a tensor of each segment of all n ranks in the sample's order: (2b, ...) to (2n, b,
+    ...). own: of this rank's segments, as `to_segments` orders them.
+    """
+    pair = own.unflatten(0, (2, -1)).contiguous()  # 2 b ...
+    return _in_order(_Gather.apply(pair, group).unflatten(0, (group.size, 2)))
+
+
+def _own_segments(every: Tensor, group: Group) -> Tensor:
+    """Return this rank's of all ranks' segments: (2n, b, ...) to (2b, ...)."""
+    return torch.cat([every[group.rank], every[-1 - group.rank]])
+
+
+def tokens_before(x: Tensor, count: int, group: Group) -> Tensor:
+    """Return the tokens before each of this rank's segments: (count, 2b, c); zeros before a sample.
+
+    x: the tokens of the segments, (s, 2b, c), which may be fewer than `count`.
+    """
+    if group.size == 1 or not count:
+        return x.new_zeros(count, *x.shape[1:])
+    last = x[-count:].transpose(0, 1)  # 2b t c, with t the smaller of count and s
+    every = _all_segments(last, group)  # 2n b t c
+    tokens = every.transpose(1, 2).flatten(0, 1)  # 2n t, b c
+    tokens = torch.cat([tokens.new_zeros(count, *tokens.shape[1:]), tokens])
+    step = last.shape[1]
+    before = [tokens[i * step : i * step + count] for i in range(len(every))]
+    return torch.cat([before[group.rank], before[-1 - group.rank]], 1)
+
+
+def states_before(last: Tensor, values: int, group: Group) -> Tensor:
+    """Return the state before each of this rank's segments: (2b, a, p, values).
+
+    A segment changes a state S, which is zero at the begin of a sample, to B + A S. last: [B, A] of
+    this rank's segments, (2b, a, p, values + p), or with a diagonal A, (2b, a, p, values + 1).
+    """
+    every = _all_segments(last, group)  # 2n b a p values+p
+    state = torch.zeros_like(every[0, ..., :values])
+    states = []
+    for columns in every:
+        states.append(state)
+        own, transition = columns.split([values, columns.shape[-1] - values], -1)
+        is_diagonal = transition.shape[-1] == 1
+        state = own + (transition * state if is_diagonal else transition @ state)
+    return _own_segments(torch.stack(states), group)
+
+
+# ---- Causal attention ----------------------------------------------------------------------------
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:

@@ -11,7 +11,7 @@ Ids are numbers of tokens in the vocabulary; V is the vocabulary's size.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from architecture.shape import ModelShape
 from config.mesh_axes import rows_along
-from config.schema import Config
-from corpora.text import SAMPLE_TOKENS, prompts_of_run
 from layers.attention import KeyValueCache, local_slopes
 from layers.rotary import text_switch
 from model import Embedding
@@ -151,50 +149,3 @@ def _sequence_parallelism_off(stages: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
-
-
-class RunSamples:
-    """Writes continuations of --sample-prompt to a run's log, after --sample-every steps.
-
-    They are drawn at --sample-temperature with the run's seed: any layout draws the same tokens.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        decoder: Decoder,
-        gather_weights: Callable[[], None],
-        note: Callable[[str], None],
-        ends: Collection[int] = (),
-    ):
-        """Encode the prompts that the options give.
-
-        gather_weights: a function that waits until all weights are gathered after an update. note:
-        a function that writes a line to the log. ends: the ids that end a text of the model that
-        the run continues; without any, the token that ends a document of the corpus does.
-        """
-        self.every = config.run.sample_every
-        self.choice = SamplingParams(config.run.sample_temperature, seed=config.training.seed)
-        self.length = config.model.seq_length
-        self.text, self.prompts = prompts_of_run(config)
-        self.decoder = decoder
-        self.gather_weights = gather_weights
-        self.note = note
-        self.ends = ends or self.text.ends
-
-    def after_step(self, iteration: int, last: bool) -> None:
-        """Write samples, if they are due after this step; collective over the world.
-
-        last: whether training ends with this step, after which samples are always written.
-        """
-        if not self.every:
-            return
-        if not last and iteration % self.every != 0:
-            return
-        self.decoder.mesh.recorder.enter("sample")
-        self.gather_weights()
-        for prompt in self.prompts:
-            count = min(SAMPLE_TOKENS, self.length - len(prompt))
-            ids = self.decoder.generate(prompt, count, self.choice, self.ends)
-            text = f"{self.text.decode(prompt)!r} -> {self.text.decode(ids)!r}"
-            self.note(f" sample at step {iteration} | {text}")

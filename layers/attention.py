@@ -145,6 +145,8 @@ def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
 class KeyValueCache:
     """The keys and values of all tokens so far, by layer; decoding then computes new tokens only.
 
+    Layers without keys and values keep a state of constant size instead (`keep`).
+
     cache.begin(count)                      before the stages run on `count` new tokens
     k, v, mask = cache.extend(layer, k, v)  in each layer
 
@@ -160,6 +162,15 @@ class KeyValueCache:
         self.new_tokens: Tensor | None = None  # those of the next pass, (b, s), if they are known
         self.slopes = torch.zeros(1) if slopes is None else slopes  # 0: no bias
         self._keys_and_values: dict[nn.Module, list[Tensor]] = {}
+        self._states: dict[nn.Module, tuple[Tensor, ...]] = {}
+
+    def states(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
+        """Return what a layer has kept last; None before the first token."""
+        return self._states.get(layer)
+
+    def keep(self, layer: nn.Module, *states: Tensor) -> None:
+        """Keep tensors of a layer in the place of those before: a mixer's state has one size."""
+        self._states[layer] = states
 
     def begin(self, count: int) -> None:
         """Count the new tokens of the next pass through the layers, and make its mask."""
@@ -440,7 +451,7 @@ def attention_kernel(
         ranks += f", keys of {mesh.kv.size} ranks"
     if mesh.heads.size > 1:
         ranks += f", heads over {mesh.heads.size} ranks"
-    blocks = [model.attention_of(block) for block in range(model.layers)]
+    blocks = [model.attention_of(block) for block in model.attention_blocks]
     kernels = []
     if any(block.is_plain for block in blocks):
         kernels.append(_plain_kernel(model, factory, micro_batch, masked))

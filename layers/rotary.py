@@ -70,7 +70,7 @@ def text_switch(model: ModelShape) -> int | None:
 
     It is one number: config/validation.py refuses blocks that differ in it.
     """
-    blocks = (model.attention_of(block) for block in range(model.layers))
+    blocks = (model.attention_of(block) for block in model.attention_blocks)
     limits = [switch_length(model, block) for block in blocks]
     return next((limit for limit in limits if limit is not None), None)
 

@@ -46,9 +46,10 @@ from distributed.store import StoreExchange
 from model import Stage
 from parallel import DeferredGradients, ParamFactory
 from telemetry.log import Log
+from telemetry.observer import Observer, Step
 from telemetry.replica_check import DIFFERS, EQUAL, bit_hash
 from telemetry.row_file import RowFile, read_rows
-from zero import Optimizer
+from zero import Optimizer, StepResult
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
 
@@ -130,8 +131,8 @@ class Captured:
             replicas.broadcast(tensor, source).wait()
 
 
-class Audit:
-    """The audits of one run; every rank has one and calls the same methods."""
+class Audit(Observer):
+    """The audits of one run."""
 
     def __init__(
         self,
@@ -166,20 +167,18 @@ class Audit:
         self.micro_batch = -1  # number of the micro-batch to capture in this step; -1: none
         self.passes: Counter[int] = Counter()  # by stage, the forward passes so far in this step
         self.captured: dict[int, Captured] = {}  # by stage, the chosen micro-batch
-        state.before_passes.append(self.begin_passes)
         for index, stage in self.stages.items():
             stage.register_forward_hook(partial(self._capture, index))
 
-    def begin_passes(self, consumed: int, length: int) -> None:
-        """Choose the micro-batch to capture in the step that begins after `consumed` samples."""
+    def before_step(self, step: Step) -> None:
+        """Choose the micro-batch to capture in the step."""
         self.passes.clear()
         self.captured.clear()
         self.micro_batch = -1
-        iteration = self.mesh.recorder.place[1]  # the step that begins
-        if self._is_due(iteration):
+        if self._is_due(step.iteration):
             # The next audit takes the next replica; when all have had a turn, the next micro-batch.
-            count = self.config.micro_batches(self.config.batches.batch(consumed))
-            self.micro_batch = self._round(iteration) // self.mesh.dp.size % count
+            count = self.config.micro_batches(step.batch)
+            self.micro_batch = self._round(step.iteration) // self.mesh.dp.size % count
 
     def _is_due(self, iteration: int) -> bool:
         """Return whether a step is followed by an audit."""
@@ -199,8 +198,9 @@ class Audit:
             output.register_hook(self.captured[index].take_gradient)
         self.passes[index] += 1
 
-    def after(self, iteration: int) -> None:
+    def after_step(self, step: Step, result: StepResult) -> None:
         """Audit a step if it is due; raise NodeError on all ranks if results differ. Collective."""
+        iteration = step.iteration
         if not self._is_due(iteration):
             return
         self.mesh.recorder.enter("audit")
@@ -424,7 +424,7 @@ def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
         yield "embedding", stage.embedding
     blocks: Iterable[Any] = stage.blocks
     for number, block in enumerate(blocks, stage.spec.first):
-        yield f"blocks.{number}.attention", block.attention
+        yield f"blocks.{number}.{block.mixer_name}", block.mixer
         yield f"blocks.{number}.mlp", block.mlp
     if stage.head is not None:
         yield "head", stage.head

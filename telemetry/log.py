@@ -43,6 +43,7 @@ from distributed.context import Context
 from schedules import partition
 from telemetry import log_lines, parts, step_stats
 from telemetry.log_lines import FORMULA, Steps
+from telemetry.observer import Observer, Step
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
 from telemetry.trackers import Tracker, open_trackers
@@ -63,7 +64,7 @@ class Printed:
     at: float = -math.inf  # time.monotonic() of the last log line
 
 
-class Log:
+class Log(Observer):
     """Writes the record of one run; made before the first step, closed after the last.
 
     The trainer sets the attribute epoch_tokens: for each corpus of --data, the number of tokens in
@@ -116,29 +117,20 @@ class Log:
 
     # -- during the run ---------------------------------------------------------------------
 
-    def step(
-        self,
-        done: Progress,
-        batch: int,
-        lr: float,
-        result: StepResult,
-        everyone: list[StepStats],
-    ) -> None:
-        """Write a step's row, and its log line if due; every rank calls this after each step.
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Write a step's row, and its log line if due.
 
-        done: the progress after the step. batch: the number of samples in the step. lr: the
-        learning rate. everyone: the statistics of all ranks, in rank order; the step's seconds in
-        the row are the seconds of rank 0.
+        The step's seconds in the row are the seconds of rank 0.
         """
         if not self.is_writer:
             return
+        everyone, done, batch, length = step.stats, step.done, step.batch, step.length
         self.latest = everyone
         self._write_outside(everyone)
         seconds = everyone[0].seconds
-        model = self.config.model_at(done.consumed_samples - batch)
-        length = model.seq_length
+        model = self.config.model_at(step.consumed)
         self.steps.add(batch, length, seconds, result.loss, result.skipped)
-        iteration = done.iteration
+        iteration = step.iteration
         peaks, reserved = step_stats.per_stage(everyone, self.config.layout)
         row: dict[str, Any] = {
             "iteration": iteration,
@@ -147,7 +139,7 @@ class Log:
             "seconds": seconds,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "learning_rate": lr,
+            "learning_rate": step.lr,
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
@@ -247,11 +239,9 @@ class Log:
         self.note(line)
         self.printed = Printed(self.printed.lines + 1, 0, time.monotonic())
 
-    def skip(self, iteration: int, consumed: int, batch: int) -> None:
-        """Write the row and the log line of a step that --skip-samples leaves out.
-
-        consumed: the run's samples after the step. batch: the number of samples left out.
-        """
+    def after_skip(self, step: Step) -> None:
+        """Write the row and the log line of a step that --skip-samples leaves out."""
+        iteration, consumed, batch = step.iteration, step.done.consumed_samples, step.batch
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
         self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))

@@ -54,6 +54,7 @@ from config.schema import Config
 from data import Samples
 from distributed.store import StoreExchange
 from telemetry.log import Log
+from telemetry.observer import Observer, Step
 from telemetry.parts import parts_of
 from telemetry.row_file import RowFile, read_rows
 from zero import Optimizer, StepResult
@@ -66,21 +67,24 @@ MIN_SIGMA = 1e-3
 MIN_SIGMA_OF_LOG_NORM = 0.1  # least sigma of the norm's natural logarithm
 
 
-class LossMonitor:
-    """Finds spikes and divergence; the trainer calls `step` after every step, on every rank.
+class LossMonitor(Observer):
+    """Finds spikes, and ends a run that has diverged.
 
     good: the progress after the last step with a finite loss. bad: the results of the steps since
     then, none of which has a finite loss.
     """
 
-    def __init__(self, config: Config, samples: Samples, done: Progress, log: Log):
+    def __init__(
+        self, config: Config, samples: Samples, checkpoints: Checkpointer, log: Log, done: Progress
+    ):
         """Begin without earlier steps.
 
-        samples: the run's data set. done: the progress so far. log: the rank that writes the log
-        also writes spikes.jsonl.
+        samples: the run's data set. checkpoints: saves the state of a run that has diverged. log:
+        the rank that writes the log also writes spikes.jsonl. done: the progress so far.
         """
         self.config = config
         self.samples = samples
+        self.checkpoints = checkpoints
         self.good = done  # the progress after the last step with a finite loss
         self.log = log
         self.spikes = RowFile(os.path.join(config.run.out, "spikes.jsonl"), log.note)
@@ -89,16 +93,26 @@ class LossMonitor:
         # The logarithms of the gradient norms of the last good steps.
         self._recent_log_norms: deque[float] = deque(maxlen=WINDOW)
 
-    def step(self, done: Progress, batch: int, result: StepResult) -> None:
+    def after_step(self, step: Step, result: StepResult) -> None:
         """Judge a step, record it if it is a spike, and count it as good or bad (loss not finite).
 
-        done: the progress after the step. batch: the number of samples in the step.
+        Raise UserError if training has diverged. Collective over all ranks.
         """
+        self.take(step, result)
+        if self.diverged:
+            give_up(self, step.done, self.checkpoints)
+
+    def take(self, step: Step, result: StepResult) -> None:
+        """Judge a step, record it if it is a spike, and count it as good or bad."""
         if self.log.is_writer:
             spike = self.judge(result.loss, result.grad_norm)
             if spike is not None:
-                self.record(done, batch, result.loss, spike)
-        self.count(done, result)
+                self.record(step, result.loss, spike)
+        self.count(step.done, result)
+
+    def at_exit(self) -> None:
+        """Write the last rows of spikes.jsonl."""
+        self.spikes.finish()
 
     def judge(self, loss: float, norm: float) -> dict[str, Any] | None:
         """Return the fields of a row that say why a step is a spike; None if it is no spike.
@@ -149,15 +163,12 @@ class LossMonitor:
         """
         return all(result.skipped for result in self.bad)
 
-    def record(self, done: Progress, batch: int, loss: float, spike: dict[str, Any]) -> None:
+    def record(self, step: Step, loss: float, spike: dict[str, Any]) -> None:
         """Write a spike to spikes.jsonl and to the log; called on the rank that writes the log.
 
-        done: the progress after the step. batch: the number of samples in the step. spike: the
-        result of `judge`, and further fields of the row.
+        spike: the result of `judge`, and further fields of the row.
         """
-
-        samples = range(done.consumed_samples - batch, done.consumed_samples)
-        row = spike_row(done.iteration, loss, spike, self.samples, samples)
+        row = spike_row(step.iteration, loss, spike, self.samples, step.samples)
         self.spikes.write(row)
         self.log.note(f" {spike_line(row, loss)} are in {self.spikes.path}")
 
@@ -177,7 +188,7 @@ def make_monitor(
     """
     if state.config.run.on_spike:
         return SpikeMonitor(state, samples, checkpoints, exchange, log, done)
-    return LossMonitor(state.config, samples, done, log)
+    return LossMonitor(state.config, samples, checkpoints, log, done)
 
 
 def _usual(
@@ -199,7 +210,7 @@ def _usual(
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
     """End a run that has diverged: save the last good state, and raise UserError.
 
-    Called by the trainer when `losses.diverged`; collective over all ranks. The state is saved only
+    Called when `losses.diverged`; collective over all ranks. The state is saved only
     if the run saves checkpoints and the weights have not changed since the last step with a finite
     loss. Raise RuntimeError, before anything is saved, if replicas of the state differ: then
     hardware has failed and training has not diverged, and a restart continues from the last
@@ -268,9 +279,8 @@ class SpikeMonitor(LossMonitor):
         state: the trainer's TrainState. samples: the run's data set. exchange: passes values
         between all ranks. done: the progress so far.
         """
-        super().__init__(state.config, samples, done, log)
+        super().__init__(state.config, samples, checkpoints, log, done)
         self.begin = done  # the progress with which this start of the run begins
-        self.checkpoints = checkpoints
         self.exchange = exchange
         optimizer: Optimizer = state.optimizer
         optimizer.accepts = self._accepts  # the optimizer calls it before each update
@@ -300,23 +310,22 @@ class SpikeMonitor(LossMonitor):
         self.squares = (squares * factor**2).tolist()
         return self.spike is None or self.config.run.on_spike == "record"
 
-    def step(self, done: Progress, batch: int, result: StepResult) -> None:
+    def take(self, step: Step, result: StepResult) -> None:
         """Take a step into the statistics, and record it if it is a spike; collective.
 
-        The trainer calls this method after each step. Before the update `_accepts` has judged the
-        step and left its verdict in `self.spike` and the squared gradient norms of its layers in
-        `self.squares`. done: the progress after the step. batch: the number of samples in the step.
-        Raise NodeError or UserError if the spike ends this start of the run.
+        Before the update `_accepts` has judged the step and left its verdict in `self.spike` and
+        the squared gradient norms of its layers in `self.squares`. Raise NodeError or UserError if
+        the spike ends this start of the run.
         """
-        self.count(done, result)
-        samples = range(done.consumed_samples - batch, done.consumed_samples)
+        self.count(step.done, result)
+        samples = step.samples
         if self.spike is not None:
             row = self.spike | self._decision(samples) | self._facts((samples, self.squares))
             if self.before is not None:
                 row["before"] = self._facts(self.before)
             if self.log.is_writer:
-                self.record(done, batch, result.loss, row)
-            self._end_if_asked(done.iteration, row["action"])
+                self.record(step, result.loss, row)
+            self._end_if_asked(step.iteration, row["action"])
         self.before = samples, self.squares
         self.spike = None
         self.squares = []

@@ -23,7 +23,7 @@ tools/numerics/diff.py compares two files.
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -34,9 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from architecture.shape import ModelShape
 from config.schema import Config
-from data import Batch, first_of_micro_batch
+from data import Batch, Samples, first_of_micro_batch
 from parallel import ParamFactory
+from telemetry.observer import Observer, Step
 from telemetry.sketches import NUMBERS, PROJECTED, SQUARES, Sketches, of_activation, of_shard
 from zero import Optimizer, StepResult
 
@@ -51,14 +53,14 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the type by an el
 GRADIENT, BEFORE, AFTER = "gradient", "weights before", "weights after"
 
 
-def activation_names(layers: int) -> list[str]:
+def activation_names(model: ModelShape) -> list[str]:
     """Return the names of a model's activations and their gradients, in the order of execution.
 
-    layers: the number of the model's blocks.
+    A block's are those of its mixer, which is attention in most models, and its own.
     """
     outputs = ["embedding"]
-    for block in range(layers):
-        outputs += [f"blocks.{block}.attention", f"blocks.{block}"]
+    for block in range(model.layers):
+        outputs += [f"blocks.{block}.{model.mixer_of(block)}", f"blocks.{block}"]
     outputs.append("head.norm")
     gradients = [f"gradient of {name}" for name in reversed(outputs)]
     return ["tokens", *outputs, "labels", "loss", *gradients]
@@ -79,79 +81,84 @@ def bins(batch: int, activations: int, parameters: int, kinds: int) -> int:
     return most
 
 
-class NumericsTrace:
-    """Traces the steps of --trace-numerics; every rank calls the same methods."""
+class NumericsTrace(Observer):
+    """Traces the steps of --trace-numerics."""
 
     def __init__(
         self,
         state: Any,
+        samples: Samples,
         passes: Callable[..., Any],
-        step: Callable[..., StepResult],
         agree: Callable[[Any, Callable[[list], Any]], Any],
         writing: Callable[[str], AbstractContextManager],
     ):
         """Gather the names of all ranks' parameters; collective over the world.
 
-        state: the trainer's TrainState. passes: runs the forward and backward passes of a step.
-        step: does one optimizer step. agree: returns f(all ranks' values). writing:
-        returns the context in which a file of that path is written.
+        state: the trainer's TrainState. samples: the run's data set. passes: runs the forward and
+        backward passes of a step. agree: returns f(all ranks' values). writing: returns the
+        context in which a file of that path is written.
         """
         self.state = state
         self.config: Config = state.config
         self.factory: ParamFactory = state.factory
         self.optimizer: Optimizer = state.optimizer
+        self.samples = samples
         self.passes = passes
-        self.take_step = step
         self.writing = writing
         self.iteration = 0  # the number of the running step
+        self.observing: ExitStack | None = None  # what observes the running step; None: not traced
         self.response: Any = None  # the array `response` of the files, on rank 0
         self.response_step = 0  # the step in which the response was measured; 0: none yet
-        self.activations = activation_names(self.config.model.layers)
+        self.activations = activation_names(self.config.model)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
         # The names of the whole model's parameters: several ranks have a parameter of one name.
         names = [spec.name for spec in self.optimizer.specs]
         self.parameters = agree(names, _in_order)
 
-    def step(self, samples: Any, consumed: int, lr: float) -> StepResult:
-        """Do one optimizer step and return its result; write a trace of the steps asked for.
+    def before_step(self, step: Step) -> None:
+        """Sketch the weights before a step that is to be traced, and observe its passes.
 
-        samples: the data set. consumed: samples before the step. lr: the learning rate.
+        Before the first traced step, run its passes once with flipped bits, to measure how tensors
+        respond to rounding; their gradients are discarded.
         """
-        self.iteration = self.factory.mesh.recorder.place[1]  # the flight recorder counts the steps
-        if self.iteration not in self.config.run.trace_numerics:
-            return self.take_step(self.state, samples, consumed, lr)
-        batch = self.config.batches.batch(consumed)
-        self.bins = bins(batch, len(self.activations), len(self.parameters), len(self.kinds))
-        real = self._table()
-        perturbed = self._table()
+        if step.iteration not in self.config.run.trace_numerics:
+            return
+        self.iteration = step.iteration
+        self.bins = bins(step.batch, len(self.activations), len(self.parameters), len(self.kinds))
+        self.real = self._table()
+        self.perturbed = self._table()
         self.optimizer.finish_gathering()
-        self._add(real, BEFORE)
-        measured_before = self.response_step > 0
-        if not measured_before:
-            # In the first traced step, run the passes once with flipped bits, to measure how
-            # tensors respond to rounding; their gradients are discarded. keep: the passes of the
-            # real step below get the same micro-batches.
+        self._add(self.real, BEFORE)
+        if not self.response_step:
             self._flip_last_bits()
-            with self._observing(perturbed, consumed):
-                self.passes(self.state, samples, consumed, keep=True)
+            # keep: the passes of the real step get the same micro-batches.
+            with self._observing(self.perturbed, step):
+                self.passes(self.state, self.samples, step.consumed, keep=True)
                 self.optimizer.discard()
             self._flip_last_bits()
-        # Then do the real step; hooks add activations and gradients, the loop below the new state.
-        with self._observing(real, consumed):
-            result = self.take_step(self.state, samples, consumed, lr)
+        # Hooks add the activations and gradients of the real step.
+        self.observing = ExitStack()
+        self.observing.enter_context(self._observing(self.real, step))
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Sketch the new state after a traced step, and write its file; collective."""
+        if self.observing is None:
+            return
+        self.factory.mesh.recorder.enter("trace numerics")
+        self.observing.close()
+        self.observing = None
         self.optimizer.finish_gathering()
         kinds_after_step = self.kinds[self.kinds.index(BEFORE) + 1 :]
         for kind in kinds_after_step:
-            self._add(real, kind)
+            self._add(self.real, kind)
         world = self.factory.mesh.world
-        sketches = real.total(world)
-        if not measured_before:
-            self.response = self._response(sketches, perturbed.total(world))
+        sketches = self.real.total(world)
+        if not self.response_step:
+            self.response = self._response(sketches, self.perturbed.total(world))
             self.response_step = self.iteration
         if self.factory.mesh.rank == 0:
-            about = {"first_sample": consumed, "samples": batch, "learning_rate": lr}
+            about = {"first_sample": step.consumed, "samples": step.batch, "learning_rate": step.lr}
             self._write(sketches, about | asdict(result))
-        return result
 
     def _response(self, real: np.ndarray, perturbed: np.ndarray) -> np.ndarray:
         """Return the relative change of each activation and each parameter's gradient: (tensors,).
@@ -230,14 +237,13 @@ class NumericsTrace:
                 local.view(INTEGERS[local.element_size()]).bitwise_xor_(1 << bits)
 
     @contextmanager
-    def _observing(self, table: Sketches, consumed: int) -> Iterator[None]:
+    def _observing(self, table: Sketches, step: Step) -> Iterator[None]:
         """Inside this context, add the activations and gradients of all passes to the table.
 
-        The optimizer calls `observe` when the gradients are reduced. consumed: samples before the
-        step.
+        The optimizer calls `observe` when the gradients are reduced.
         """
         observe = partial(self._add, table, GRADIENT)
-        handles = list(_Observer(self, table, consumed).hooks(self.state.pipeline.stages))
+        handles = list(_PassHooks(self, table, step.batch).hooks(self.state.pipeline.stages))
         self.optimizer.after_reduction.append(observe)
         yield
         self.optimizer.after_reduction.remove(observe)
@@ -288,7 +294,7 @@ def _place(name: str) -> tuple[int, int, str]:
     return 2, 0, name
 
 
-class _Observer:
+class _PassHooks:
     """The hooks that add one step's activations and their gradients to a table.
 
     A stage does its forward passes in the order of the micro-batches. The layers of a stage run
@@ -296,15 +302,15 @@ class _Observer:
     forward pass.
     """
 
-    def __init__(self, trace: NumericsTrace, table: Sketches, consumed: int):
+    def __init__(self, trace: NumericsTrace, table: Sketches, batch: int):
         """Prepare for the passes of one step, of which none has begun.
 
-        table: the sketches are added to it. consumed: samples before the step.
+        table: the sketches are added to it. batch: the samples of the step.
         """
         self.trace = trace
         self.table = table
         self.mesh = trace.factory.mesh
-        self.batch = trace.config.batches.batch(consumed)
+        self.batch = batch
         length = trace.state.length
         positions = torch.arange(length, device=trace.factory.device)
         # The positions, in a sample, of the tokens that this rank has.
@@ -397,7 +403,7 @@ def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for number, block in enumerate(stage.blocks, stage.spec.first):
-        yield f"blocks.{number}.attention", block.attention
+        yield f"blocks.{number}.{block.mixer_name}", block.mixer
         yield f"blocks.{number}", block
     if stage.head is not None:
         yield "head.norm", stage.head.norm

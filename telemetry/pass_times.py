@@ -121,6 +121,7 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
     mesh = Mesh(axes, context, over_heads=layout.over_heads(config.model))
     # The seed 0 and the standard deviation 0.02 have no influence on the times.
     factory = ParamFactory(mesh, dtype, device, 0, 0.02, split, deferred)
+    factory = replace(factory, cp_mixer=config.layout.cp_mixer)
     _, block, head = stage_specs(config.model, layout, BLOCKS_ALONE)
     return [*_seconds(config, factory, block), *_seconds(config, factory, head)]
 

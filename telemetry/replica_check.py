@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from checkpointing.save import Checkpointer
 from distributed.collectives import MAX, Group
 from distributed.mesh import Mesh
 from parallel import ParamSpec
+from telemetry.observer import Observer, Step
 from zero import Optimizer
 
 HASHED_AT_ONCE = 2**20  # elements per chunk on a GPU; hashing needs some 60 bytes an element
@@ -45,6 +47,22 @@ class ReplicaDifference:
 
     sentence: str
     outvoted: tuple[int, ...]
+
+
+class ReplicaCheck(Observer):
+    """Compares the replicas after every --check-replicas-every steps and after the last one."""
+
+    def __init__(self, every: int, checkpoints: Checkpointer):
+        """every: the interval in steps. checkpoints: does the check, which each save begins with,
+        once after a step.
+        """
+        self.every = every
+        self.checkpoints = checkpoints
+
+    def between_steps(self, step: Step) -> None:
+        """Raise RuntimeError if replicas differ, if the check is due. Collective."""
+        if step.is_last or step.iteration % self.every == 0:
+            self.checkpoints.check_replicas(step.iteration)
 
 
 def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -> None:

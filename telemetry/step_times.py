@@ -28,7 +28,9 @@ import torch
 
 from distributed.store import StoreExchange
 from telemetry.log import Log
+from telemetry.observer import Observer, Step
 from telemetry.row_file import RowFile
+from zero import StepResult
 
 PASSES = {*"FBW"}  # kinds of spans that are passes of a schedule
 FIRST_STEPS = range(4, 20, 2)  # these steps are measured whatever the interval is
@@ -43,8 +45,8 @@ ROLE_WAITS = {"tp": "tp", "cp": "cp", "dp": "dp", "replicas": "dp", "tied": "tie
 ROLE_WAITS |= {"heads": "cp", "kv": "cp", "world": "world"}
 
 
-class StepTimes:
-    """Writes times.jsonl; every rank calls `after` at the end of every step."""
+class StepTimes(Observer):
+    """Writes times.jsonl."""
 
     def __init__(self, exchange: StoreExchange, log: Log):
         """Prepare to measure; exchange: passes values between all ranks through the store.
@@ -66,16 +68,14 @@ class StepTimes:
         self.spent = dict(self.recorder.spent)
         self.since = time.monotonic()
 
-    def after(self, step: int) -> None:
-        """Write the row of `step` if it was measured; start measuring if the next step is due.
-
-        Called after every step.
-        """
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Write the step's row if it was measured; start measuring if the next step is due."""
+        iteration = step.iteration
         self.steps += 1
         recorder = self.recorder
         if recorder.spans is not None:  # the recorder has kept the spans of this step
-            self._write(step)
-        due = step + 1 in FIRST_STEPS or (step + 1) % self.interval == 0
+            self._write(iteration)
+        due = iteration + 1 in FIRST_STEPS or (iteration + 1) % self.interval == 0
         if self.measures and due:  # the recorder keeps the spans of the next step, with their marks
             self.began = time.monotonic()
             make_mark = self._event if self.on_gpu else None

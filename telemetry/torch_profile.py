@@ -14,9 +14,11 @@ import torch
 
 from config.run_options import unused_number
 from telemetry.log import Log
+from telemetry.observer import Observer, Step
+from zero import StepResult
 
 
-class TorchProfile:
+class TorchProfile(Observer):
     """Writes the profile of step --torch-profile; every rank calls the same methods.
 
     finish_sending: waits for the messages that this rank still sends.
@@ -36,15 +38,15 @@ class TorchProfile:
         self.path = os.path.join(run.out, name)
         self.profiler: torch.profiler.profile | None = None
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: Step) -> None:
         """Start the profiler if the step is to be profiled and this is a stage's first rank."""
         position = self.recorder.coordinates  # this rank's position on each axis of the mesh
         is_first = position["tp"] == position["dp"] == position.get("cp", 0) == 0
-        if step == self.step and is_first:
+        if step.iteration == self.step and is_first:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
 
-    def after(self, step: int) -> None:
+    def after_step(self, step: Step, result: StepResult) -> None:
         """Stop the profiler and write its trace; without effect after a step without profiler."""
         if self.profiler is None:
             return
@@ -59,4 +61,4 @@ class TorchProfile:
             open(self.path, "w").close()
             self.profiler.export_chrome_trace(self.path)
         self.profiler = None
-        self.log.note(f"torch.profiler's trace of step {step}: {self.path}")
+        self.log.note(f"torch.profiler's trace of step {step.iteration}: {self.path}")

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import audit_worker
 import golden_worker
+from observed_steps import observed_step
 
 import data
 import trainer
@@ -61,7 +62,12 @@ class Audited:
         began = time.perf_counter()
         self.state.factory.mesh.recorder.begin_step(self.iteration)
         consumed = self.config.batches.consumed(self.iteration - 1)
-        trainer.step(self.state, self.samples, consumed, self.config.training.lr)
+        batch = self.config.batches.batch(consumed)
+        step = observed_step(self.iteration, batch)
+        if self.audit:
+            self.audit.before_step(step)
+        result = trainer.step(self.state, self.samples, consumed, self.config.training.lr)
+        self.done = step, result
         self.seconds_of_steps += time.perf_counter() - began
 
     def audited(self, fault: dict) -> tuple[str, audit_worker.WrongProducts]:
@@ -72,7 +78,7 @@ class Audited:
         began = time.perf_counter()
         try:
             with mode:
-                self.audit.after(self.iteration)
+                self.audit.after_step(*self.done)
         except NodeError as error:
             return str(error), mode
         finally:

@@ -9,13 +9,13 @@ sites of all ranks, and where the plant changed a bit.
 
 import contextlib
 import json
-from functools import partial
 from pathlib import Path
 
 import golden_worker
 import planted_by_hand
 import pytest
 import torch
+from observed_steps import observed_step
 from plants import Sites
 
 import data
@@ -26,6 +26,7 @@ from distributed.store import StoreExchange
 from telemetry import pass_times
 from telemetry.log import VERSION
 from telemetry.numerics_trace import NumericsTrace
+from telemetry.observer import Observer
 
 
 def train(config, context: Context, prepare) -> dict:
@@ -34,21 +35,25 @@ def train(config, context: Context, prepare) -> dict:
     config, _ = pass_times.decide_schedule(config, context)
     state = trainer.build(config, context)
     prepare(state, splits)
-    step = partial(trainer.step, state)
+    observer = Observer()
     if config.run.trace_numerics:
         agree = StoreExchange(context.store, context.rank, context.size, "numerics").agree
-        step = NumericsTrace(
-            state, trainer.run_passes, trainer.step, agree, contextlib.nullcontext
-        ).step
+        observer = NumericsTrace(
+            state, splits.train, trainer.run_passes, agree, contextlib.nullcontext
+        )
     rows = []
     lr = config.training.lr
     for iteration in range(1, config.total_steps + 1):
         consumed = config.batches.consumed(iteration - 1)
         state.factory.mesh.recorder.begin_step(iteration)
-        result = step(splits.train, consumed, lr)
+        batch = config.batches.batch(consumed)
+        step = observed_step(iteration, batch, consumed=consumed, lr=lr)
+        observer.before_step(step)
+        result = trainer.step(state, splits.train, consumed, lr)
+        observer.after_step(step, result)
         row = {"iteration": iteration, "loss": result.loss, "grad_norm": result.grad_norm}
         row |= {"learning_rate": lr}
-        samples = consumed + config.batches.batch(consumed)
+        samples = consumed + batch
         tokens = samples * config.model.seq_length
         row |= {"consumed_samples": samples, "consumed_tokens": tokens}
         row |= {"seconds": 1.0, "tokens_per_second": 1.0}

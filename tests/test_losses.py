@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from observed_steps import observed_step
 from ranks import fork_ranks
 
 import data
@@ -85,7 +86,7 @@ def monitor(tmp_path):
     corpora = f"--data 0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'b'}"
     config = configure(f"{corpora} --split 100,0,0 --steps 100 --out {tmp_path} --spike-sigma 4")
     samples, lines = data.build(config).train, []
-    monitor = LossMonitor(config, samples, Progress(), log(lines.append))
+    monitor = LossMonitor(config, samples, None, log(lines.append), Progress())
     random.seed(0)
     for i in range(40):
         see(monitor, i, random.gauss(3.0, 0.1))
@@ -94,7 +95,7 @@ def monitor(tmp_path):
 
 def see(monitor, i: int, loss: float, skipped: bool = False, norm: float = 1.0) -> None:
     """Give the monitor the loss and the gradient norm of step i + 1."""
-    monitor.step(Progress(i + 1, 4 * i + 4), 4, StepResult(norm, loss, skipped))
+    monitor.after_step(observed_step(i + 1), StepResult(norm, loss, skipped))
 
 
 def test_a_spike_is_recorded_with_its_documents(monitor):
@@ -146,13 +147,13 @@ def test_a_spike_of_the_gradient_norm_is_recorded(monitor):
 def test_what_is_no_spike(monitor):
     """In the first steps; below the mean; with --spike-sigma 0; on a rank that writes nothing."""
     old, _, path = monitor
-    fresh = LossMonitor(old.config, old.samples, Progress(), log(pytest.fail))
+    fresh = LossMonitor(old.config, old.samples, None, log(pytest.fail), Progress())
     for i in range(loss_monitor.MIN_STEPS):
         see(fresh, i, 3.0 + 100 * (i == 20))
     see(fresh, 41, 2.0)
     off = dataclasses.replace(old.config, run=dataclasses.replace(old.config.run, spike_sigma=0.0))
     for config, first in ((off, True), (old.config, False)):
-        quiet = LossMonitor(config, old.samples, Progress(), log(pytest.fail, first))
+        quiet = LossMonitor(config, old.samples, None, log(pytest.fail, first), Progress())
         for i in range(41):
             see(quiet, i, 4.0 if i == 40 else 3.0)
     assert not path.exists()

@@ -14,6 +14,7 @@ import ranks
 import sample_worker
 import torch
 from compare import assert_close
+from observed_steps import observed_step
 from test_golden import without_layout
 
 import checkpoint
@@ -24,7 +25,7 @@ from config.command_line import parse
 from corpora import text
 from corpora.encoder import END
 from distributed.launch import Launch
-from inference import decoding
+from inference import decoding, run_samples
 from inference.decoding import SamplingParams, choose
 
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab_size": 131, "seq_length": 40}
@@ -371,7 +372,7 @@ def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
 def test_samples_of_the_log_are_drawn_at_the_temperature_that_was_asked_for():
     words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --steps 1 --seed 7"
     words += " --sample-every 1 --sample-prompt 1 --sample-temperature 0.5"
-    made = decoding.RunSamples(parse(words.split()), None, None, print)
+    made = run_samples.RunSamples(parse(words.split()), None, None, print)
     assert made.choice == SamplingParams(0.5, seed=7)
     assert made.ends == made.text.ends
 
@@ -384,8 +385,10 @@ def test_samples_of_the_log_end_where_the_continued_model_ends():
     )
     words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --steps 1"
     words += " --sample-every 1 --sample-prompt 1"
-    made = decoding.RunSamples(parse(words.split()), decoder, lambda: None, lambda line: None, (5,))
-    made.after_step(1, last=True)
+    made = run_samples.RunSamples(
+        parse(words.split()), decoder, lambda: None, lambda line: None, (5,)
+    )
+    made.between_steps(observed_step(1, is_last=True))
     assert asked == [(5,)]
 
 

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from observed_steps import observed_step
 from ranks import fork_ranks
 
 import trainer
@@ -15,6 +16,7 @@ from distributed.launch import Launch
 from telemetry import step_stats
 from telemetry.torch_profile import TorchProfile
 from watchdog.flight_recorder import FlightRecorder
+from zero import StepResult
 
 WORDS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -51,7 +53,7 @@ def test_a_profile_ends_after_the_messages_of_its_step(tmp_path):
         stop=lambda: done.append("stopped"), export_chrome_trace=lambda path: done.append("written")
     )
     (tmp_path / "torch_step_2_rank_0.json").write_text("of an earlier start")
-    trace.after(2)
+    trace.after_step(observed_step(2), StepResult(1.0, 1.0, False))
     assert done[:3] == ["sent", "stopped", "written"]
     assert (tmp_path / "torch_step_2_rank_0.json.1").read_text() == "of an earlier start"
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import checkpoint_worker as worker
 import psutil
 import pytest
+from observed_steps import observed_step
 from ranks import (
     OPENMPI_LIBRARY,
     Job,
@@ -34,6 +36,8 @@ from config import validation
 from config.run_options import Run
 from distributed import stop_conditions
 from distributed.stop_conditions import RequestedAction, Signals, StopConditions
+from telemetry.saving import Saving
+from zero import StepResult
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"train.py {SHAPE} --device cpu --steps 100000 --lr-schedule constant".split()
@@ -367,23 +371,24 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
     file, requests = tmp_path / "save", []
     file.touch()
     conditions = StopConditions(Run(save_switch=str(file)), SimpleNamespace(first=None), first=True)
-    run = object.__new__(trainer.Trainer)
-    run.config = SimpleNamespace(run=Run(check_replicas_every=0))
-    run.splits, run.conditions = SimpleNamespace(test=None), conditions
-    run.done, run.last_step, run.losses = Progress(), 3, SimpleNamespace(diverged=False, bad=[])
-    run._evaluations_after = lambda iteration: {}
-    run._announce = run._begin_record = lambda: None
-    run.stats_exchange = SimpleNamespace(largest_request=conditions.requested_action)
-
-    def advance(iteration, evaluates):
-        run.done, run.losses.bad = Progress(iteration, iteration), ["NaN"] * (iteration == 1)
-        return conditions.requested_action()
 
     def after_step(done, last, requested):
         requests.append((done.iteration, requested, file.exists()))
 
-    run._train_or_skip = advance
-    run.checkpoints = SimpleNamespace(after_step=after_step, saving=False, close=lambda: None)
-    run.samples_of_text = None
+    checkpoints = SimpleNamespace(after_step=after_step, saving=False, close=lambda: None)
+    saving = Saving(checkpoints, conditions)
+    run = object.__new__(trainer.Trainer)
+    run.done, run.last_step, run.conditions = Progress(), 3, conditions
+    run._announce = lambda: None
+    run.stats_exchange = SimpleNamespace(largest_request=conditions.requested_action)
+    run.observers = [saving]
+    run._next_step = lambda iteration: observed_step(iteration, is_last=iteration == 3)
+
+    def train(step):
+        step.request(conditions.requested_action())
+        loss = math.nan if step.iteration == 1 else 1.0
+        saving.after_step(step, StepResult(1.0, loss, False))
+
+    run._train_or_skip = train
     assert run.run()
     assert requests == [(2, True, True), (3, False, False)]

@@ -24,7 +24,8 @@ from ranks import ROOT, Job, Outcome, mpi_command, mpirun, none_left, start
 
 from config import schema as configuration
 from config.schema import Layout
-from telemetry.step_stats import StepStats, StragglerCheck, medians_of_others
+from telemetry.step_stats import StepStats
+from telemetry.stragglers import StragglerCheck, medians_of_others
 from watchdog import flight_recorder, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder
 
@@ -36,7 +37,7 @@ KEY = "ab" * 32  # a job's key
 def speed_check(layout: Layout, nodes: list[str], every: int) -> StragglerCheck:
     model = configuration.ModelShape(layers=1, hidden=8, heads=1)
     run = configuration.Run(check_speed_every=every, slow_rank_percent=20.0)
-    return StragglerCheck(configuration.Config(model, layout, run=run), nodes)
+    return StragglerCheck(configuration.Config(model, layout, run=run), nodes, print)
 
 
 def test_a_rank_slower_than_its_peers_is_named_with_its_node():

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,9 +25,11 @@ import trainer
 from base.cli import Parser
 from base.errors import UserError, exit_with
 from benchmarks.results_file import machine
+from checkpointing.state import Progress
 from config import validation
 from config.command_line import build
 from telemetry.numerics_trace import NumericsTrace
+from telemetry.observer import Step
 
 RESULTS = ROOT / "benchmarks" / "results" / "trace_cost.md"
 SHAPES = {
@@ -50,16 +51,20 @@ def seconds(shape: dict[str, int], pairs: int) -> list[float]:
         samples = data.build(config).train
         trace = NumericsTrace(
             state,
+            samples,
             trainer.run_passes,
-            trainer.step,
             lambda value, combine: combine([value]),
             nullcontext,
         )
         for number in range(1, steps + 1):
             state.factory.mesh.recorder.begin_step(number)
-            step = partial(trace.step, samples, config.batches.consumed(number - 1), 1e-4)
+            consumed = config.batches.consumed(number - 1)
+            batch = config.batches.batch(consumed)
+            is_last = number == steps
+            step = Step(number, is_last, consumed, batch, state.length, 1e-4, Progress(number))
             before = time.process_time()
-            step()
+            trace.before_step(step)
+            trace.after_step(step, trainer.step(state, samples, consumed, step.lr))
             times.append(time.process_time() - before)
             print(number, times[-1], flush=True)
         state.reader.close()

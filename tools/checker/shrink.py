@@ -85,7 +85,8 @@ def _lines(config: Config, small: Config) -> list[str]:
         "seq_length",
         "vocab_size",
     )
-    names += ("experts", "experts_per_token", "window", "kv_lora_rank")
+    names += ("experts", "experts_per_token", "window", "kv_lora_rank", "mixer_blocks")
+    names += ("mixer_key_heads", "mixer_value_heads", "mixer_key_size", "mixer_value_size")
     changed = []
     for name in names:
         was, now = getattr(config.model, name), getattr(small.model, name)
@@ -164,7 +165,7 @@ def _model(model: ModelShape) -> ModelShape:
     sizes["max_positions"] = length + (6 if has_more else 0)
     if 0 < model.window < model.seq_length:
         sizes["window"] = min(model.window, WINDOW)
-    sizes |= _blocks(model, layers) | _experts(model, layers)
+    sizes |= _blocks(model, layers) | _experts(model, layers) | _mixer(model, layers, kv_heads)
     scaling = {"rotary_scaling": model.rotary_scaling}
     if model.window_rotary_scaling != model.rotary_scaling:
         scaling["window_rotary_scaling"] = model.window_rotary_scaling
@@ -208,6 +209,26 @@ def _blocks(model: ModelShape, layers: int) -> dict[str, str]:
     turns = [kinds[block % len(kinds)] for block in range(layers)]
     names = ("window_blocks", "rotary_blocks")
     return {name: ",".join(str(int(kind[i])) for kind in turns) for i, name in enumerate(names)}
+
+
+def _mixer(model: ModelShape, layers: int, heads: int) -> dict[str, Any]:
+    """Return the small sizes of a mixer in the place of attention; nothing if there is none.
+
+    heads: KV heads, which tp divides, and so its key heads. If the model has attention too, both
+    are in the small model, and attention has its windows and rotary positions in turn.
+    """
+    if model.mixer == "attention":
+        return {}
+    shared = min(model.mixer_value_heads // model.mixer_key_heads, 2)
+    mixes = flags_of(model.mixer_blocks, model.layers)
+    pattern = "all" if all(mixes) else ",".join(str(1 - block % 2) for block in range(layers))
+    return {
+        "mixer_blocks": pattern,
+        "mixer_key_heads": heads,
+        "mixer_value_heads": heads * shared,
+        "mixer_key_size": 4 if model.mixer_key_size == model.mixer_value_size else 6,
+        "mixer_value_size": 4,
+    }
 
 
 def _experts(model: ModelShape, layers: int) -> dict[str, int]:

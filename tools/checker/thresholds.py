@@ -33,6 +33,8 @@ SMALL: dict[tuple[str, str], Any] = {
     ("architecture.dispatch", "LEAST_SPARED"): 0.0,
     ("distributed.collectives", "SHORT_BYTES"): 2**12,
     ("distributed.collectives", "EXCHANGE_BYTES"): 2**14,
+    ("layers.linear_recurrence", "BLOCK"): 3,
+    ("layers.linear_recurrence", "CHUNK"): 5,
     ("layers.loss", "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
     ("optim.loss_scale", "LOSS_SCALE"): LOSS_SCALE._replace(loss_scale_window=1),
     ("optim.muon", "BATCH_ELEMENTS"): 4000,

@@ -17,7 +17,7 @@ from inspect import unwrap
 
 import numpy as np
 
-from architecture.model_stats import attention_weights, normed_width, shared_parameters
+from architecture.model_stats import mixer_weights, normed_width, shared_parameters
 from costs import op_costs, time_terms
 from costs.job import Column, Job
 from costs.op_costs import Pass
@@ -156,7 +156,7 @@ class ExpertEngine(ProgramSoftware):
         vocabulary, matrices = job.model.vocab_size, (*self.layers, *self.further)
         found = sum(n * outs * ins for outs, ins, n in matrices if outs != vocabulary)
         if self.layers:
-            found -= attention_weights(job.model) + shared_parameters(job.model)
+            found -= mixer_weights(job.model) + shared_parameters(job.model)
         return found / job.layout.tp
 
     def block_activations(self, job: Job, scores: Column) -> Column:

@@ -252,7 +252,7 @@ def _shape(question: Question, model: ModelShape, line: layouts.Ranked) -> Shape
 
 def _names(model: ModelShape) -> list[str]:
     """Return the names of a block's products, in the order of time_terms.matrices."""
-    first = [f"attention {n}" for n in range(len(model_stats.attention_matrices(model)) - 2)]
+    first = [f"attention {n}" for n in range(len(model_stats.mixer_matrices(model)) - 2)]
     return [*first, "q, k, v", "attention's output", "MLP's first", "MLP's second"]
 
 

@@ -1,0 +1,86 @@
+"""The mixers that a block may have in the place of attention, and what they need of a micro-batch.
+
+    make = mixer_class(model.mixer_of(3))              makes the mixer of block 3
+    inputs = MixerInputs(factory, positions, mixers)   of the blocks of a stage
+    for mask, rotary in inputs.of_blocks(batch, cache, count)
+
+A mixer is a module with the parameters and the result of attention.Attention.forward. Its `mask` is
+the number of tokens of its document before each token, (s, b), or None if samples are not divided
+into documents; it has no rotary positions. Its state in decoding is kept in the cache
+(KeyValueCache.keep).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from architecture.shape import ModelShape
+from data import Batch
+from distributed.context_parallel import to_segments
+from layers.gated_delta_net import GatedDeltaNet
+from layers.kimi_delta_attention import KimiDeltaAttention
+from layers.mamba2 import Mamba2
+from layers.short_conv import ShortConv
+from parallel import ParamFactory
+
+CLASSES: dict[str, Callable[..., nn.Module]] = {
+    "gated_delta_net": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+    "mamba2": Mamba2,
+    "short_conv": ShortConv,
+}
+
+
+def document_offsets(batch: Batch | None, factory: ParamFactory) -> Tensor | None:
+    """Return the number of tokens of its document before each token; None without documents.
+
+    With --cp, (s/2, 2b), for this rank's segments (context_parallel.to_segments), or if heads are
+    exchanged for all tokens: (s, b).
+    """
+    if batch is None or batch.starts is None:
+        return None
+    starts = batch.starts
+    offsets = torch.arange(starts.shape[1], device=starts.device) - starts
+    if factory.cp_mixer == "heads":
+        return offsets.t()
+    cp = factory.mesh.cp
+    return to_segments(cp.balanced_shard(offsets, 1).t(), cp)
+
+
+class MixerInputs:
+    """Makes masks and rotary tables of a stage's blocks, some of which have no attention."""
+
+    def __init__(self, factory: ParamFactory, attention: Any, has_attention: Sequence[bool]):
+        """attention: makes those of the blocks with attention; None if there are none.
+
+        has_attention: whether each block of the stage has attention.
+        """
+        self.factory = factory
+        self.attention = attention
+        self.has_attention = has_attention
+
+    def of_blocks(self, batch: Batch | None, cache: Any, count: int) -> list[tuple[Any, Any]]:
+        """Return what `attention.Positions.of_blocks` returns, of all `count` blocks.
+
+        A mixer has the offsets of its tokens in their documents for a mask.
+        """
+        of_mixers = document_offsets(batch, self.factory) if cache is None else None
+        found = iter(())
+        if self.attention is not None:
+            found = iter(self.attention.of_blocks(batch, cache, sum(self.has_attention)))
+        return [next(found) if attends else (of_mixers, None) for attends in self.has_attention]
+
+
+def kernel_of(model: ModelShape, factory: ParamFactory) -> str:
+    """Return, for the log, how many blocks have a mixer, and what runs in them; or ""."""
+    count = model.layers - len(model.attention_blocks)
+    if not count:
+        return ""
+    ranks = ""
+    if factory.mesh.cp.size > 1:
+        way = "heads" if factory.cp_mixer == "heads" else "states passed"
+        ranks = f", {way} over {factory.mesh.cp.size} ranks"
+    name = model.mixer.replace("_", " ")
+    return f"{name} in {count} of {model.layers} blocks: torch matmuls by chunks{ranks}"
