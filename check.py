@@ -6,7 +6,8 @@
 
 All of train.py's options are taken, and these:
 
-    --layouts N       this many layouts; default: as many as cover every pair of axes and options
+    --layouts N       this many layouts, and one for each eight of every variant; default: as many
+                      as cover every pair of axes and options
     --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
     --ranks N         most ranks of a layout; default: 4, or 8 if there are 8 cores
     --minutes M       start no further layout after this many minutes
@@ -18,14 +19,17 @@ All of train.py's options are taken, and these:
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
-tensor of every step is compared with one rank's. Finally a run is saved in one layout and resumed
-in others. A difference is reported with the first tensor, in the order in which tensors are
-computed, the operations before it, and explanations that fit its values.
+tensor of every step is compared with one rank's. Some more layouts have the branches of 16-bit
+precision, other lengths and heads, or --compile. In some a text is decoded and others are scored.
+Finally a run is saved in one layout and resumed in others. A difference is reported with the first
+tensor, in the order in which tensors are computed, the operations before it, and explanations that
+fit its values.
 
 Under srun or mpirun, --cluster measures and tries the cluster itself and writes a page about it
 (docs/clusters.md). It takes none of these options; its own: check.py --cluster --help.
 
-Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistake.
+Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistake; 3 an error of
+this program, which is no verdict; 130 after Ctrl-C, which prints what has been equal.
 """
 
 import dataclasses

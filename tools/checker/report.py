@@ -73,7 +73,7 @@ def simplest(wrong: Sequence[Outcome]) -> Outcome:
         is_varied = outcome.variant is not None
         ranks, words = ranks_of(outcome.layout), len(name_of(outcome.layout))
         is_number = outcome.difference is not None and outcome.difference.key[1] == "number"
-        return has_no_tensor, is_number, resumed, is_varied, ranks, words
+        return has_no_tensor, resumed, is_number, is_varied, ranks, words
 
     return min(wrong, key=size)
 
