@@ -29,7 +29,7 @@ from distributed.mesh import Mesh
 from distributed.store import StoreExchange
 from model import Stage
 from optim.precision import DTYPES
-from parallel import CPU, DeferredGradients, ParamFactory
+from parallel import CPU, DeferredGradients, ParamFactory, exact_dtype
 from schedules.partition import BLOCKS_ALONE, StageSpec, stage_specs
 from telemetry.row_file import read_object
 
@@ -136,7 +136,7 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
     # Layers add gradients to `main_grad` and then call `gradient_added`, as in training; there is
     # no optimizer here that would make these attributes.
     for p in stage.parameters():
-        p.main_grad = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        p.main_grad = torch.zeros_like(p, dtype=exact_dtype(p.dtype))
         p.gradient_added = lambda p: None
     model = config.model
     layout = config.layout

@@ -71,6 +71,8 @@ A call by itself, on two cores that did nothing else (14:25): `check.py` alone, 
 layouts in 81 s, the first verdict after 6 s; a model of 64 experts (`--experts 64
 --experts-per-token 8 --balance sequence`), 68 layouts in 122 s, the first verdict after 7 s."""
 STRANGERS = "twenty by somebody who does not know check.py"
+MISSED = "twelve that a review planted and an earlier check.py did not find"
+OF_KINDS = "eleven others of the same kinds: precision, evaluation, resume, decoding, larger groups"
 LIMIT = 900.0  # seconds of a call
 EDIT = ("find", "replace")
 
@@ -132,6 +134,8 @@ def asked(runs: dict[str, str], fault: dict[str, Any], rule: str = "") -> list[d
         word: " ".join(x.strip()[len(word) :].strip() for x in lines if x.startswith(f"  {word}"))
         for word in ("where", "layout", "first", "between", "likely", "refused", "error", "hangs")
     }
+    if not said["first"]:  # what one rank finds by itself has no layout
+        said["first"] = next((x for x in lines if x.startswith("WRONG on one rank")), "")
     before = next((n for n, x in enumerate(lines) if x.split(" ")[0].isupper()), len(lines))
     row = {"name": fault["name"], "status": done.returncode, "seconds": seconds, "before": before}
     row |= {"said": said, "text": done.stdout[-3000:] + done.stderr[-1500:]}
@@ -162,6 +166,8 @@ def report(faults: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         ("all", done),
         ("the first twenty", [fault for fault in done if fault.get("first")]),
         (STRANGERS, [fault for fault in done if fault.get("stranger")]),
+        (MISSED, [fault for fault in done if fault.get("review")]),
+        (OF_KINDS, [fault for fault in done if fault.get("of_kinds")]),
     ):
         results = [judged(fault, row_of[fault["name"]]) for fault in some]
         columns = [str(sum(result[n] for result in results)) for n in range(3)]

@@ -7,9 +7,11 @@
 A tensor differs if an element is off by more than TOLERANCES of the tensor's largest element. In
 fp64 rounding is millions of times smaller, but where it grows. How far it does is measured
 (rounding.py), and a tensor of which it moves more than a TIMES-th of the tolerance may be off by
-TIMES as much as was measured.
+TIMES as much as was measured. Runs in 16 bits are computed in fp32 and fp64 (thresholds.py), and
+compared with one rank's in fp64.
 """
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,9 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from config.schema import Config
 from tools.checker.recorder import AFTER, GRADIENT, IN_USE, Key, Piece
+from tools.checker.thresholds import has_wide_types
 
-TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
 # How much larger the rounding of a layout may be than the largest of the draws that were measured:
 # a sum over several ranks rounds more than once.
 TIMES = 100
@@ -128,6 +132,14 @@ class Reference:
         for key in self.order:
             kind = key[:2]
             self.largest[kind] = max(self.largest.get(kind, 0.0), self.scales[key])
+
+    def in_precision(self, config: Config) -> "Reference":
+        """Return this for a run whose types are others than one rank's: with their tolerance."""
+        if not has_wide_types(config):
+            return self
+        other = copy.copy(self)
+        other.tolerance = TOLERANCES["fp32"]
+        return other
 
     def is_rounding(self, growth: float) -> bool:
         """Return whether rounding moves a tensor so far that it decides what is compared."""

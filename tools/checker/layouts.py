@@ -3,6 +3,7 @@
     chosen = cover(config, ranks=4)                  a list of Layouts, the simplest first
     layout = read("tp 2 pp 2 zero 2", config)        one, as a user writes it
     few = some(config, 4, 2, "1/17")                 random ones
+    layout = with_options(config, {"tp": 2})         one, the other options plain; None if refused
 
 An option counts in a layout only if it does something there: sequence parallelism with tp above 1,
 ZeRO with replicas. Pairs are covered greedily (D. M. Cohen et al., "The AETG system", 1997). What
@@ -14,7 +15,7 @@ import math
 import random
 import shlex
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from base.errors import UserError
@@ -50,6 +51,7 @@ POOL = 1500  # random layouts from which the cover is taken
 TRIES = 12  # for a pair that is in none of them
 TRIES_ALONE = 60  # and then among layouts that have little else
 NEEDED = ("recompute", "zero", "schedule")
+LARGEST = 4  # ranks of an axis: three have a middle rank, and four are two times two
 Setting = tuple[str, Any]
 
 
@@ -231,7 +233,7 @@ def _with(config: Config, options: dict[str, Any], wanted: dict[str, Any]) -> La
         options |= {"zero": 3, "dp": max(options.get("dp", 1), 2)}
     if "recompute_layers" in wanted and options.get("recompute", "none") == "none":
         options["recompute"] = "full"
-    made = _layout(config, options)
+    made = with_options(config, options)
     is_made = made is not None and all(getattr(made, n) == v for n, v in wanted.items())
     return made if is_made else None
 
@@ -300,7 +302,7 @@ def _singles(config: Config, ranks: int) -> list[Layout]:
     found += [{"cp": 2}, {"dp": 2, "zero": 0}, {"dp": 2}, {"dp": 2, "zero": 2}]
     found += [{"dp": 2, "zero": 3}, {"dp": 2, "ep": 2}, {"micro_batch_size": 3}]
     found += [{"recompute": "full"}, {"tp": 2, "cp": 2}, {"pp": 2, "schedule": "zb-h1"}]
-    layouts = [_layout(config, options) for options in found]
+    layouts = [with_options(config, options) for options in found]
     seen: dict[str, Layout] = {}
     for layout in layouts:
         if layout is not None and ranks_of(layout) <= ranks:
@@ -308,15 +310,15 @@ def _singles(config: Config, ranks: int) -> list[Layout]:
     return list(seen.values())
 
 
-def _layout(config: Config, options: dict[str, Any]) -> Layout | None:
+def with_options(config: Config, options: dict[str, Any]) -> Layout | None:
     """Return the layout with these options, the others plain; None if a run cannot have it.
 
     Where micro-batches of the plain size do not divide the batch, they have one sample.
     """
     if "micro_batch_size" not in options:
         plain = VALUES["micro_batch_size"][0]
-        layout = _layout(config, options | {"micro_batch_size": plain})
-        return layout or _layout(config, options | {"micro_batch_size": 1})
+        layout = with_options(config, options | {"micro_batch_size": plain})
+        return layout or with_options(config, options | {"micro_batch_size": 1})
     values = {name: of[0] for name, of in VALUES.items()} | dict.fromkeys(AXES, 1) | options
     tp, replicas = values["tp"], values["dp"] * values["cp"]
     if config.model.experts == 1:
@@ -360,7 +362,7 @@ def _drawn(
         plain, *others = values
         is_plain = alone and name not in NEEDED
         options[name] = plain if is_plain else chance.choice([plain, chance.choice(others)])
-    return _layout(config, options | fixed)
+    return with_options(config, options | fixed)
 
 
 def _settings(layout: Layout) -> list[Setting]:
@@ -391,14 +393,15 @@ def _possible(config: Config, ranks: int) -> set[tuple[Setting, Setting]]:
     return {(a, b) for a, b in combinations(settings, 2) if a[0] != b[0]}
 
 
-def to_resume(config: Config, chosen: Sequence[Layout]) -> tuple[Layout, list[Layout]]:
-    """Return a layout that saves a run, and others that go on with it.
+def to_resume(config: Config, ranks: int) -> tuple[Layout, list[Layout]] | None:
+    """Return a layout that saves a run, and others that go on with it; None if there is none.
 
-    The first shards the optimizer's state over replicas and cuts tensors. The others, as few as
-    possible, load that state in all ways that the run could have: cut by tp, in stages, by experts,
-    and in sections of ZeRO. chosen: the layouts that have run.
+    The first shards the optimizer's state over replicas and cuts tensors, and writes those that
+    several ranks have in parts. The others, as few as possible, load that state in all ways that
+    the run could have on so many ranks: cut by tp, in stages, by experts, and in sections of ZeRO.
     """
     saves: list[dict[str, Any]] = [{"tp": 2, "dp": 2, "zero": 1}, {"dp": 2, "zero": 1}]
+    saves += [{"tp": 2}, {"pp": 2}, {"cp": 2}]
     loads: list[dict[str, Any]] = [
         {"pp": 2, "dp": 2, "zero": 2},
         {"cp": 2, "dp": 2, "zero": 3},
@@ -410,12 +413,11 @@ def to_resume(config: Config, chosen: Sequence[Layout]) -> tuple[Layout, list[La
         {"tp": 2},
         {"dp": 2, "ep": 2, "zero": 2},
     ]
-    most = max(map(ranks_of, chosen))
 
     def possible(wanted: list[dict[str, Any]]) -> list[Layout]:
         """Return the layouts of these that the run can have on so many ranks."""
-        made = [layout for options in wanted if (layout := _layout(config, options)) is not None]
-        return [layout for layout in made if ranks_of(layout) <= most]
+        made = [with_options(config, options) for options in wanted]
+        return [layout for layout in made if layout is not None and ranks_of(layout) <= ranks]
 
     going_on: list[Layout] = []
     covered: set[str] = set()
@@ -424,5 +426,34 @@ def to_resume(config: Config, chosen: Sequence[Layout]) -> tuple[Layout, list[La
         if not loaded_by <= covered:
             going_on.append(layout)
             covered |= loaded_by
-    saved_by = (possible(saves) or list(chosen))[0]
-    return saved_by, going_on or list(chosen)[:2]
+    saved_by = possible(saves)
+    return (saved_by[0], going_on) if saved_by and going_on else None
+
+
+def not_covered(chosen: Sequence[Layout], ranks: int) -> str:
+    """Return what layouts of up to so many ranks leave out, as a sentence.
+
+    chosen: all layouts that are to run. Their pairs of axes have no more than `ranks` ranks; which
+    of these pairs, and which sizes of an axis, the sizes of the run refuse is named.
+    """
+    met = set().union(*(_pairs(layout) for layout in chosen))
+    axes = [(axis, size) for axis in AXES for size in range(2, min(ranks, LARGEST) + 1)]
+    refused = [_in_words(axis) for axis in axes if (axis, axis) not in met]
+    for one, other in combinations(axes, 2):
+        fits = one[0] != other[0] and one[1] * other[1] <= ranks
+        if fits and (one, other) not in met and {(one, one), (other, other)} <= met:
+            refused.append(f"{_in_words(one)} with {_in_words(other)}")
+    of_axis = range(2, max(2, ranks) + 1)
+    larger = min(a * b for a, b in product(of_axis, of_axis) if a * b > ranks)
+    small = max(n for n in range(2, larger) if larger % n == 0 and n * n <= larger)
+    text = f"two axes of more ranks together, such as tp {larger // small} with cp {small}"
+    if ranks < 2**3:
+        text += ", or three axes above 1"
+    if refused:
+        text += f"; {', '.join(refused)} (the run's sizes refuse that)"
+    return f"not covered with {ranks} rank{'s' * (ranks > 1)}: {text}"
+
+
+def _in_words(setting: Setting) -> str:
+    """Return a setting as a user writes it, such as "tp 3"."""
+    return f"{setting[0]} {setting[1]}"

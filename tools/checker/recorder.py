@@ -96,8 +96,11 @@ class Recorder:
     def numbers(self, **values: float) -> None:
         """Record numbers of the step that every rank has, such as the gradient norm."""
         for name, value in values.items():
-            key = (self.step, "number", name.replace("_", " "))
-            self.pieces.append(Piece(key, (np.zeros(1, np.int64),), np.array([value]), False, True))
+            self.values(name.replace("_", " "), np.zeros(1, np.int64), np.array([value]))
+
+    def values(self, name: str, elements: np.ndarray, values: np.ndarray) -> None:
+        """Record elements of a list of numbers of the step, of which a rank may have a part."""
+        self.pieces.append(Piece((self.step, "number", name), (elements,), values, False, True))
 
     # ---- Where this rank's tokens are ------------------------------------------------------------
 
@@ -234,8 +237,13 @@ class Recorder:
         grad: Tensor,
     ) -> None:
         before, self.micro_batch = self.micro_batch, micro_batch
-        self._add(kind, name, grad, shape)
+        self._add(kind, name, self._unscaled(grad), shape)
         self.micro_batch = before
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        """Return a gradient without the loss scale of an fp16 run, a power of two."""
+        scale = self.state.optimizer.scale.value
+        return gradient if scale == 1.0 else gradient / scale
 
     def _add(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
         """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here.
@@ -272,7 +280,7 @@ class Recorder:
             key = self.step, "gradient of output", self._called(name, ".weights")
 
             def add(grad: Tensor) -> None:
-                self.pieces.append(Piece(key, place, _array(grad), paired=True))
+                self.pieces.append(Piece(key, place, _array(self._unscaled(grad)), paired=True))
 
             weights.register_hook(add)
 
@@ -295,7 +303,7 @@ class Recorder:
                 gradients = shard.group.own_gradients()
                 if not gradients:
                     continue
-                flat = gradients[shard.master].view(-1)
+                flat = self._unscaled(gradients[shard.master].double()).view(-1)
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
                 self.pieces.append(self._piece_of(shard, kind, values))
             else:

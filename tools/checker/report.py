@@ -5,7 +5,7 @@ for text in verdict(reference, outcomes, seconds): ...
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from base.errors import number_ranges, printable
 from config.schema import Layout
@@ -22,6 +22,8 @@ RESULTS = ("losses", "gradients", "weights")
 def line(outcome: Outcome) -> str:
     """Return the line of a layout."""
     name = name_of(outcome.layout)
+    if outcome.variant is not None:
+        name = f"{name} ({outcome.variant.name})"
     if outcome.resumed_from is not None:
         name = f"resumed in {name}"
     word, more = what(outcome)
@@ -42,9 +44,17 @@ def what(outcome: Outcome) -> tuple[str, str]:
 
 
 def verdict(
-    reference: Reference, outcomes: Sequence[Outcome], left: int = 0, seconds: float = 0.0
+    reference: Reference,
+    outcomes: Sequence[Outcome],
+    left: int = 0,
+    seconds: float = 0.0,
+    reference_of: Callable[[Outcome], Reference] | None = None,
 ) -> Iterator[str]:
-    """Yield the lines of the verdict on all layouts; left: layouts for which there was no time."""
+    """Yield the lines of the verdict on all layouts; left: layouts for which there was no time.
+
+    reference: the run of one rank. reference_of: that with which an outcome was compared, if there
+    are several.
+    """
     wrong = [outcome for outcome in outcomes if not outcome.is_equal]
     ending = f", {left} not run" if left else ""
     ending += f" ({seconds:.0f} s){_moved(reference)}"
@@ -55,19 +65,28 @@ def verdict(
         return
     yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending}"
     yield f"  result  {_results(wrong)}"
-    equal = [x.layout for x in outcomes if x.is_equal and x.resumed_from is None]
+    equal = [x.layout for x in outcomes if x.is_equal and _is_plain(x)]
     for place, group in enumerate(separate(wrong, equal)):
         if place:
             yield f"another difference, in {_count(len(group), 'layout')}:"
-        differing = [outcome.layout for outcome in group if outcome.resumed_from is None]
+        differing = [outcome.layout for outcome in group if _is_plain(outcome)]
+        names = dict.fromkeys(x.variant.name for x in group if x.variant is not None)
         if differing:
             yield f"  where   {shared(differing, equal) or 'they have nothing in common'}"
+        elif names:
+            yield f"  where   only with {' or '.join(names)}"
         first = simplest(group)
         if first.failure is not None:
             yield from _of_failure(first)
         else:
-            yield from _of_difference(reference, first)
+            of_first = reference if reference_of is None else reference_of(first)
+            yield from _of_difference(of_first, first)
     yield from _rounding(reference)
+
+
+def _is_plain(outcome: Outcome) -> bool:
+    """Return whether a layout ran from its beginning, in the sizes and types of the small run."""
+    return outcome.resumed_from is None and outcome.variant is None
 
 
 def separate(wrong: Sequence[Outcome], equal: Sequence[Layout]) -> Iterator[list[Outcome]]:
@@ -160,10 +179,13 @@ def _rounding(reference: Reference) -> Iterator[str]:
 def simplest(wrong: Sequence[Outcome]) -> Outcome:
     """Return the outcome that says most: of the fewest ranks and options, with a tensor."""
 
-    def size(outcome: Outcome) -> tuple[bool, bool, int, int]:
+    def size(outcome: Outcome) -> tuple[bool, bool, bool, bool, int, int]:
         resumed = outcome.resumed_from is not None
         has_no_tensor = outcome.difference is None or not outcome.difference.parts
-        return has_no_tensor, resumed, ranks_of(outcome.layout), len(name_of(outcome.layout))
+        is_varied = outcome.variant is not None
+        ranks, words = ranks_of(outcome.layout), len(name_of(outcome.layout))
+        is_number = outcome.difference is not None and outcome.difference.key[1] == "number"
+        return has_no_tensor, resumed, is_number, is_varied, ranks, words
 
     return min(wrong, key=size)
 
@@ -173,6 +195,8 @@ def _of_failure(outcome: Outcome) -> Iterator[str]:
     failure = outcome.failure
     assert failure is not None  # the caller has looked
     yield f"  layout  {name_of(outcome.layout)}"
+    if outcome.variant is not None:
+        yield f"  with    {outcome.variant.name}"
     yield f"  {failure.kind:7s} {printable(failure.text)}"
     for rank, where in list(failure.stacks.items())[:MOST]:
         last = [x for x in where.splitlines() if x.strip()][-6:]
@@ -188,6 +212,8 @@ def _of_difference(reference: Reference, outcome: Outcome) -> Iterator[str]:
     yield f"  layout  {name_of(layout)}" + (
         f", resumed from {name_of(outcome.resumed_from)}" if outcome.resumed_from else ""
     )
+    if outcome.variant is not None:
+        yield f"  with    {outcome.variant.name}"
     if not difference.parts:
         yield f"  first   {difference.more[0]}"
         yield f"  between {operations(reference, difference.key, layout)}"

@@ -20,6 +20,7 @@ from distributed.context import Context
 from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
+from tools.checker import inference
 from tools.checker.alone import findings
 from tools.checker.compare import Reference, Rounding, SeenPieces
 from tools.checker.recorder import Piece, Recorder
@@ -32,7 +33,7 @@ from tools.checker.rounding import (
     last_bits_flipped,
 )
 from tools.checker.shrink import LEAST_BUCKET
-from tools.checker.thresholds import small_thresholds
+from tools.checker.thresholds import small_thresholds, wide_types
 
 EVALUATED_AFTER = 2  # the step with an evaluation after it, beside the last: what it leaves behind
 
@@ -46,6 +47,8 @@ class CheckedRun:
     config: Config
     save: int = 0
     number: int = 0  # of the job: values in the store have it in their names
+    sizes: str = ""  # the name of the run of one rank with which it is compared
+    infers: bool = False  # whether texts are decoded and scored after the steps
 
 
 @dataclass
@@ -73,17 +76,22 @@ class RunAnswer:
 class Worker:
     """Does runs on a rank and compares their tensors with those of one rank."""
 
-    def __init__(self, reference: Reference | None = None, looks_alone: bool = True):
-        """reference: the run of one rank; None: that is the run to do, and its pieces come back.
+    def __init__(self, references: dict[str, Reference] | None = None, looks_alone: bool = True):
+        """references: the runs of one rank, by their sizes; None: that is the run to do, and its
+        pieces come back.
 
         looks_alone: whether the one rank also checks itself (alone.py), on CPUs, and measures its
         rounding (rounding.py).
         """
-        self.reference, self.looks_alone = reference, looks_alone
+        self.references, self.looks_alone = references, looks_alone
 
-    @small_thresholds()
     def __call__(self, context: Context, job: CheckedRun) -> RunAnswer:
         """Do a run on this rank; collective over the world."""
+        with small_thresholds(), wide_types(job.config):
+            return self._run(context, job)
+
+    def _run(self, context: Context, job: CheckedRun) -> RunAnswer:
+        """Do a run with the sizes and types of a check."""
         if context.size > 1:
             # Values of an earlier run must not be taken for this one's.
             store = dist.PrefixStore(f"job {job.number}", context.store)
@@ -93,55 +101,49 @@ class Worker:
         config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
         config, _ = pass_times.decide_schedule(config, context)
         splits = data.build(config)
-        answer, recorder = self._run(config, context, job, splits, chosen)
-        if self.reference is not None:
-            answer.seen = SeenPieces.by(
-                self.reference, recorder.pieces, config.layout.tp, recorder.mesh
-            )
+        state = trainer.build(config, context, LEAST_BUCKET)
+        recorder = Recorder(state)
+        reference = None
+        if self.references is not None:
+            reference = self.references[job.sizes].in_precision(config)
+            hold_as_measured(state, recorder, reference)
+        try:
+            answer = _train(state, recorder, splits, context, job, chosen)
+            if reference is None and job.infers and self.looks_alone:
+                answer.alone += inference.findings(state)
+        finally:
+            state.reader.close()
+        if reference is not None:
+            tp, mesh = config.layout.tp, state.factory.mesh
+            answer.seen = SeenPieces.by(reference, recorder.pieces, tp, mesh)
             return answer
         answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
         if self.looks_alone and config.training.precision == "fp64":
-            answer.rounding = self._rounding(config, context, job, splits, answer)
-            answer.alone = list(findings(config, context))
+            answer.rounding = _rounding(config, context, job, splits, answer)
+            if not job.sizes:
+                answer.alone += findings(config, context)
         return answer
 
-    def _run(
-        self, config: Config, context: Context, job: CheckedRun, splits: data.Splits, chosen: Any
-    ) -> tuple[RunAnswer, Recorder]:
-        """Do a run, and return its answer and what was recorded of it."""
+
+def _rounding(
+    config: Config, context: Context, job: CheckedRun, splits: data.Splits, one: RunAnswer
+) -> Rounding:
+    """Run again with other last bits, and return how far this moves the tensors of `one`."""
+    reference = Reference(one.pieces, one.aliases, config.training.precision)
+    found = Rounding()
+    for draw in range(1 if job.sizes else DRAWS):
         state = trainer.build(config, context, LEAST_BUCKET)
-        recorder = Recorder(state)
-        if self.reference is not None:
-            hold_as_measured(state, recorder, self.reference)
         try:
-            return _train(state, recorder, splits, context, job, chosen), recorder
+            with last_bits_flipped(state, draw) as flip_weights:
+                recorder = Recorder(state)
+                hold_what_rounding_moves(state, recorder, reference)
+                again = _train(state, recorder, splits, context, job, None, flip_weights)
         finally:
             state.reader.close()
-
-    def _rounding(
-        self,
-        config: Config,
-        context: Context,
-        job: CheckedRun,
-        splits: data.Splits,
-        one: RunAnswer,
-    ) -> Rounding:
-        """Run again with other last bits, and return how far this moves the tensors of `one`."""
-        reference = Reference(one.pieces, one.aliases, config.training.precision)
-        found = Rounding()
-        for draw in range(DRAWS):
-            state = trainer.build(config, context, LEAST_BUCKET)
-            try:
-                with last_bits_flipped(state, draw) as flip_weights:
-                    recorder = Recorder(state)
-                    hold_what_rounding_moves(state, recorder, reference)
-                    again = _train(state, recorder, splits, context, job, None, flip_weights)
-            finally:
-                state.reader.close()
-            held = {(step, name) for step, name, _ in recorder.updates}
-            found.add(growth_of(reference, recorder.pieces), held)
-            found.add(growth_of_answers(one, again), set())
-        return found
+        held = {(step, name) for step, name, _ in recorder.updates}
+        found.add(growth_of(reference, recorder.pieces), held)
+        found.add(growth_of_answers(one, again), set())
+    return found
 
 
 def _train(
@@ -188,6 +190,8 @@ def _train(
             return answer
     answer.unequal = [x.sentence for x in differing_replicas(state.stages, state.optimizer, mesh)]
     answer.evaluated |= dict(_evaluations(state, splits))
+    if job.infers:
+        inference.record(state, recorder)
     return answer
 
 

@@ -37,8 +37,8 @@ LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope
 def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config, list[str]]:
     """Return the small run and lines that say what was changed.
 
-    folder: for the files of the small run. on_gpus: in bf16 on GPUs, and not in fp64 on CPUs. The
-    run has the layout of one rank.
+    folder: of the files of the small run, which are not written yet. on_gpus: in bf16 on GPUs, and
+    not in fp64 on CPUs. The run has the layout of one rank.
     """
     model = _model(config.model)
     if config.data.eod_token is not None and config.data.data == ("synthetic",):
@@ -47,7 +47,9 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
     training, said = _training(config.training)
     if on_gpus:
         training = dataclasses.replace(training, precision="bf16")
-    data, said_of_data = small_data(config.data, model, training.seed, folder)
+    data, said_of_data = small_data(config.data, model, folder)
+    if config.run.compile:
+        said.append("--compile: in layouts of its own, whose code runs without being compiled")
     device = "cuda" if on_gpus else "cpu"
     out = str(folder / "run")
     run = Run(
@@ -108,12 +110,17 @@ def unsaid(
             if group == "run" or values[1] is None:
                 without.append(f"--{flag}")
                 continue
-            texts = [" ".join(v) if isinstance(v, tuple) else str(v) for v in values]
+            texts = [_text(value) for value in values]
             changed.append(f"{flag} {texts[0]} -> {texts[1]}")
     if changed:
         yield ", ".join(changed)
     if without:
         yield f"without {', '.join(without)}"
+
+
+def _text(value: Any) -> str:
+    """Return the value of an option as a command line has it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _model(model: ModelShape) -> ModelShape:
@@ -243,7 +250,7 @@ def _training(training: Training) -> tuple[Training, list[str]]:
         said.append(f"--optimizer {training.optimizer} has no fp64: checked as adamw")
     if training.muon_dtype == "bf16":
         changed["muon_dtype"] = "master"
-        said.append("--muon-dtype bf16 rounds: checked in fp64")
+        said.append("--muon-dtype bf16: in layouts with 16 bits, in others as its masters")
     if training.rampup_batch_size:
         changed["rampup_batch_size"] = (BATCH // 2, BATCH // 2, BATCH)
     if training.batch_schedule:

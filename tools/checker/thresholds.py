@@ -1,10 +1,13 @@
-"""Sizes from which the code takes another path, so small that a small run takes it.
+"""Sizes from which the code takes another path, so small that a small run takes it; wider types.
 
-    with small_thresholds():
+    with small_thresholds(), wide_types(config):
         ...                     a run of a check
 
 A tensor of a real run is cut into parts that fit a cache, is written by several ranks, or is sent
 by another algorithm. None of a small run is that large.
+
+A 16-bit run keeps masters and sums in fp32. In a check of such a run both are wider, so that it
+takes the same branches, and rounding hides little: 16-bit types are fp32, and fp32 is fp64.
 """
 
 import contextlib
@@ -12,7 +15,14 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+import torch
+
+import parallel
 from base.errors import UserError
+from config.run_options import LOSS_SCALE
+from config.schema import Config
+from optim.precision import DTYPES
+from tools.checker.variants import SIXTEEN_BITS
 
 # For each constant its module and the small value. Some tensors of a small run are above it, and
 # some below: matrices have some 2,000 elements, the logits of a micro-batch 3,000, its activations
@@ -26,6 +36,7 @@ SMALL: dict[tuple[str, str], Any] = {
     ("layers.linear_recurrence", "BLOCK"): 3,
     ("layers.linear_recurrence", "CHUNK"): 5,
     ("layers.loss", "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
+    ("optim.loss_scale", "LOSS_SCALE"): LOSS_SCALE._replace(loss_scale_window=1),
     ("optim.muon", "BATCH_ELEMENTS"): 4000,
     ("parallel", "DRAWN_ON_CPU"): 1000,
     ("parallel", "DRAWN_AT_ONCE"): 1000,
@@ -34,22 +45,54 @@ SMALL: dict[tuple[str, str], Any] = {
 }
 
 
+# What compiles the code that only a run with --compile has, which a check runs as it is written.
+UNCOMPILED: dict[tuple[str, str], Any] = dict.fromkeys(
+    [("parallel", "compile_kernel"), ("layers.loss", "compile_kernel")],
+    lambda function, dynamic=False: function,
+)
+
+
 @contextlib.contextmanager
 def small_thresholds() -> Iterator[None]:
     """Have the small sizes in their modules, in this process, until the context ends.
 
     Raise UserError for a constant that the checked code has no more.
     """
-    modules = {module: import_module(module) for module, _ in SMALL}
-    for module, name in SMALL:
+    changed = SMALL | UNCOMPILED
+    modules = {module: import_module(module) for module, _ in changed}
+    for module, name in changed:
         if not hasattr(modules[module], name):
             text = f"tools/checker/thresholds.py names {module}.{name}, which is gone: take it out"
             raise UserError(text)
-    before = {(module, name): getattr(modules[module], name) for module, name in SMALL}
+    before = {(module, name): getattr(modules[module], name) for module, name in changed}
     try:
-        for (module, name), value in SMALL.items():
+        for (module, name), value in changed.items():
             setattr(modules[module], name, value)
         yield
     finally:
         for (module, name), value in before.items():
             setattr(modules[module], name, value)
+
+
+def has_wide_types(config: Config) -> bool:
+    """Whether a check does a run in wider types: in 16 bits on CPUs."""
+    return config.run.device == "cpu" and config.training.precision in SIXTEEN_BITS
+
+
+@contextlib.contextmanager
+def wide_types(config: Config) -> Iterator[None]:
+    """Have wider types if `has_wide_types`, in this process, until the context ends.
+
+    What computes in 16 bits computes in fp32, and masters, sums, norms and softmaxes are in fp64.
+    """
+    if not has_wide_types(config):
+        yield
+        return
+    before = dict(DTYPES)
+    DTYPES.update(dict.fromkeys(SIXTEEN_BITS, torch.float32))
+    parallel.LEAST_EXACT = torch.float64
+    try:
+        yield
+    finally:
+        DTYPES.update(before)
+        parallel.LEAST_EXACT = torch.float32
