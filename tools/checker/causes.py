@@ -39,7 +39,6 @@ DOES: dict[str, Callable[[Layout], bool]] = {
     "zero3": lambda x: x.zero == 3 and _replicas(x) > 1,
     "several": lambda x: x.tp * _replicas(x) > 1,
     "sharded": lambda x: x.zero > 0 and _replicas(x) > 1,
-    "unsharded": lambda x: x.zero == 0 or _replicas(x) == 1,
 }
 
 

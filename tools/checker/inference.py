@@ -22,6 +22,7 @@ from tools.checker.recorder import Recorder
 
 CONTEXTS = (1, 1, 2, 4)  # tokens, after which each token of the vocabulary is scored
 PROMPT, DECODED = 4, 5  # tokens: together more than the window of the small run
+DRAWN = SamplingParams(temperature=1.0)  # so that tokens of every tensor rank are chosen
 CLOSE = 1e-9  # of log-likelihoods, relative
 LOGITS, SCORES, MISSES = (
     "logits of decoding",
@@ -90,7 +91,7 @@ def _decoded(state: trainer.TrainState) -> tuple[list[int], list[Tensor | None]]
     prompt = [chance.randrange(state.config.model.vocab_size) for _ in range(PROMPT)]
     pipeline: Any = KeepsLogits(state.pipeline)
     decoder = Decoder(pipeline, state.factory, state.config.model)
-    return prompt + decoder.generate(prompt, DECODED, SamplingParams()), pipeline.logits
+    return prompt + decoder.generate(prompt, DECODED, DRAWN), pipeline.logits
 
 
 def _requests(vocabulary: int, seed: int) -> list[ScoringRequest]:

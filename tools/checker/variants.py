@@ -22,10 +22,9 @@ SIXTEEN_BITS = ("bf16", "fp16")
 # Layouts of a 16-bit run: masters that ZeRO cuts, gradients that are summed in another type.
 OF_PRECISION: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 1},
-    {"tp": 2, "dp": 2, "zero": 2, "ep": 2},
+    {"dp": 2, "zero": 2, "ep": 2},
     {"dp": 2, "zero": 3, "sync_each_batch": False},
     {"micro_batch_size": 1},
-    {"dp": 2, "zero": 1, "overlap_param_gather": True},
     {"tp": 2, "cp": 2, "sequence_parallel": True},
     {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
 )
@@ -34,7 +33,7 @@ OF_SUMS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 1},
     {"dp": 2, "zero": 2, "micro_batch_size": 1},
     {"dp": 2, "zero": 3},
-    {"tp": 2, "pp": 2, "sequence_parallel": True},
+    {"tp": 2, "sequence_parallel": True},
 )
 # Layouts with --compile: what one kernel of torch.compile does, which a check runs uncompiled.
 OF_COMPILE: tuple[dict[str, Any], ...] = (
@@ -47,18 +46,19 @@ TOKENS = 23  # of a sample: neither 2 nor 3 divides them
 OF_TOKENS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "micro_batch_size": 1},
     {"tp": 3},
+    {"pp": 2},
+)
+# The same with experts, to whose ranks tensor ranks send unequal shares.
+OF_TOKENS_OF_EXPERTS: tuple[dict[str, Any], ...] = (
+    *OF_TOKENS,
     {"tp": 2, "dp": 2, "micro_batch_size": 1, "zero": 2, "ep": 4},
-    {"pp": 2, "dp": 2},
 )
 KV_HEADS = 4  # tp 4 cuts them, and of cp 3 all three ranks gather keys
 OF_HEADS: tuple[dict[str, Any], ...] = (
     {"cp": 3, "zero": 3},
     {"tp": 4, "sequence_parallel": True},
     {"tp": 4, "micro_batch_size": 3, "recompute": "selective"},
-    {"cp": 3, "recompute": "full"},
 )
-
-
 MOST_RESUMED = 3  # of the layouts that a user names
 SHARE = 8  # of so many layouts that a user asks for, each variant has one
 
@@ -212,7 +212,8 @@ def _sizes(small: Config, user: Config) -> Iterator[tuple[str, Config, Sequence[
     model = small.model
     if model.seq_length > TOKENS:
         changed = dataclasses.replace(model, seq_length=TOKENS)
-        yield f"{TOKENS} tokens", dataclasses.replace(small, model=changed), OF_TOKENS
+        wanted = OF_TOKENS if model.experts == 1 else OF_TOKENS_OF_EXPERTS
+        yield f"{TOKENS} tokens", dataclasses.replace(small, model=changed), wanted
     if user.model.kv_heads >= KV_HEADS and model.kv_heads != KV_HEADS:
         heads = KV_HEADS * (model.heads // model.kv_heads)
         changed = dataclasses.replace(model, heads=heads, kv_heads=KV_HEADS)
