@@ -95,7 +95,8 @@ def read(text: str, config: Config) -> Layout:
     request = command_line.parse_request([*any_model, *words])
     given = request.config.layout
     others = request.given - {field.name for field in dataclasses.fields(Layout)}
-    others -= {"layers", "hidden", "heads"} - {word.lstrip("-").partition("=")[0] for word in words}
+    flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+    others -= {"layers", "hidden", "heads"} - flags  # a value may be `heads` too
     if others:
         names = ", ".join(sorted(name.replace("_", "-") for name in others))
         raise UserError(f"--layout {text!r} has options that are not of a layout: {names}")
@@ -334,6 +335,11 @@ def with_options(config: Config, options: dict[str, Any]) -> Layout | None:
     if values["pp"] == 1:
         values |= {"schedule": "1f1b", "partition": "balanced"}
     layout = Layout(**values)
+    config = dataclasses.replace(config, layout=layout)
+    for field in dataclasses.fields(Layout):  # an option that does nothing here is plain
+        needs = field.metadata["needs"]
+        if needs and field.name in VALUES and not validation.is_met(config, needs):
+            layout = dataclasses.replace(layout, **{field.name: VALUES[field.name][0]})
     try:
         validation.check(dataclasses.replace(config, layout=layout), ranks_of(layout))
     except UserError:
