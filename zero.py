@@ -41,7 +41,7 @@ from optim.balance import ConstantGroup, RouterBalance
 from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
 from optim.weight_average import AveragedRule, Rule
-from parallel import ParamFactory
+from parallel import ParamFactory, exact_dtype
 
 if TYPE_CHECKING:
     from optim.fsdp import LastBackward
@@ -389,7 +389,7 @@ class Optimizer:
             gradients += group.counted_gradients()
         if not gradients:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        exact = torch.promote_types(gradients[0].dtype, torch.float32)
+        exact = exact_dtype(gradients[0].dtype)
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square()
 
     def _update(self, lr: float, norm: float, target_factor: float) -> None:

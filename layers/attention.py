@@ -42,6 +42,7 @@ from parallel import (
     ParamFactory,
     RowLinear,
     compile_if_large,
+    exact_dtype,
     recompute,
 )
 
@@ -400,7 +401,7 @@ def attend_own_heads(
 
 def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x, (..., n), whose scale is 1 + weight, in fp32 at least; as Gemma."""
-    exact = torch.promote_types(x.dtype, torch.float32)
+    exact = exact_dtype(x.dtype)
     return F.rms_norm(x.to(exact), weight.shape, 1 + weight.to(exact), eps).to(x.dtype)
 
 
@@ -438,7 +439,7 @@ class QueryKeyNorm(nn.Module):
             return [rms_norm_plus_one(x, weight, self.eps) for x, weight in pairs]
         if not self.full:  # each head is normalised by itself
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
-        exact = torch.promote_types(q.dtype, torch.float32)
+        exact = exact_dtype(q.dtype)
         # (2, s, b): q's and k's mean squares, of this rank's heads; then the mean of all ranks.
         means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])
         means = sum_both_ways(means_here, self.tp) / self.tp.size  # sums gradients over tp too

@@ -26,7 +26,8 @@ from config.schema import Layout, Training
 from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 from optim.buckets import Key, ParamGroup, key_of
-from parallel import ParamFactory
+from optim.precision import DTYPES
+from parallel import ParamFactory, exact_dtype
 
 
 @dataclass
@@ -145,8 +146,8 @@ def block_sharder(
     mesh = factory.mesh
     # None: torch frees the weights of all parts but the outermost one, the stage.
     reshard = None if layout.reshard_after_forward else False
-    exact = torch.promote_types(factory.dtype, torch.float32)
-    sum_dtype = torch.bfloat16 if training.grad_dtype == "bf16" else exact
+    exact = exact_dtype(factory.dtype)
+    sum_dtype = DTYPES["bf16"] if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sum_dtype, cast_forward_inputs=False)
     # torch needs a DeviceMesh for each group over which it shards. The two groups may be the same:
     # then the dictionary has one entry. A group of one rank gets none: its parts are not sharded.

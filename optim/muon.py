@@ -24,6 +24,7 @@ from torch import Tensor
 from config.schema import Training
 from distributed.mesh import Mesh
 from optim.matrix_owners import MatrixOwners, Placed, Section
+from optim.precision import DTYPES
 
 # The polynomial a x + b x^3 + c x^5, applied STEPS times, takes singular values from 0.01 to 1 near
 # 1: between 0.68 and 1.14. Keller Jordan's coefficients; they grow small values fast and do not
@@ -116,7 +117,7 @@ class Muon:
         self.momenta = [torch.zeros_like(master) for master in masters]
         # State tensors by their names in a checkpoint, which has zeros for AdamW's other one.
         self.states = {"exp_avg": self.momenta}
-        self.dtype = torch.bfloat16 if training.muon_dtype == "bf16" else masters[0].dtype
+        self.dtype = DTYPES["bf16"] if training.muon_dtype == "bf16" else masters[0].dtype
         parts = {
             "projection": "each projection a matrix",
             "split": "q, k, v apart, of latent attention too",
