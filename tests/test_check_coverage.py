@@ -168,7 +168,8 @@ def test_a_named_layout_is_that_of_every_run_that_can_have_it_and_is_resumed(tmp
     of_others = {each.name: [name_of(x) for x in each.layouts] for each in made.others}
     assert of_others.pop("4 kv-heads") == ["dp 2 zero 2", "tp 4"]
     assert set(map(tuple, of_others.values())) == {("dp 2 zero 2",)}
-    (resume,) = made.resumes()
+    resume, of_fp16 = made.resumes()
+    assert of_fp16.variant.name == "fp16"
     assert resume.saved_by == resume.going_on[0] == made.layouts[0]
 
 

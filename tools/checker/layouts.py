@@ -103,8 +103,8 @@ def read(text: str, config: Config) -> Layout:
     request = command_line.parse_request([*any_model, *words])
     given = request.config.layout
     others = request.given - {field.name for field in dataclasses.fields(Layout)}
-    flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
-    others -= {"layers", "hidden", "heads"} - flags  # a value may be `heads` too
+    flags = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
+    others -= {"layers", "hidden", "heads"} - flags  # a value of an option may be "heads"
     if others:
         names = ", ".join(sorted(name.replace("_", "-") for name in others))
         raise UserError(f"--layout {text!r} has options that are not of a layout: {names}")
@@ -342,17 +342,24 @@ def with_options(config: Config, options: dict[str, Any]) -> Layout | None:
         values["recompute_layers"] = None
     if values["pp"] == 1:
         values |= {"schedule": "1f1b", "partition": "balanced"}
-    layout = Layout(**values)
-    config = dataclasses.replace(config, layout=layout)
-    for field in dataclasses.fields(Layout):  # an option that does nothing here is plain
-        needs = field.metadata["needs"]
-        if needs and field.name in VALUES and not validation.is_met(config, needs):
-            layout = dataclasses.replace(layout, **{field.name: VALUES[field.name][0]})
+    layout = _with_effect(config, Layout(**values))
     try:
         validation.check(dataclasses.replace(config, layout=layout), ranks_of(layout))
     except UserError:
         return None
     return layout
+
+
+def _with_effect(config: Config, layout: Layout) -> Layout:
+    """Return a layout in which options are plain that lack what their declaration needs."""
+    whole = dataclasses.replace(config, layout=layout)
+    plain = {}
+    for field in dataclasses.fields(Layout):
+        needs = field.metadata["needs"]
+        given = field.name in VALUES and getattr(layout, field.name) != VALUES[field.name][0]
+        if given and needs is not None and not validation.is_met(whole, needs):
+            plain[field.name] = VALUES[field.name][0]
+    return dataclasses.replace(layout, **plain)
 
 
 def _drawn(

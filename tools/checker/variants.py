@@ -119,14 +119,15 @@ class CheckPlan:
 
     def resumes(self) -> list[Resume]:
         """Return the runs that are saved and go on; of 16-bit runs one, for scale and masters."""
+        of_types = [each for each in self.others if each.config.training != self.small.training]
         if self.is_named:
             of_named = [(self.layouts, None)] + [(each.layouts, each) for each in self.others]
             layouts, variant = next(pair for pair in of_named if pair[0])
-            return [Resume(layouts[0], layouts[:MOST_RESUMED], variant)]
+            resumed = [Resume(layouts[0], layouts[:MOST_RESUMED], variant)]
+            return resumed + [Resume(x.layouts[0], x.layouts[:1], x) for x in of_types[:1]]
         found = []
         if (pair := to_resume(self.small, self.ranks)) is not None:
             found.append(Resume(*pair))
-        of_types = [each for each in self.others if not each.sizes]
         for each in of_types[:1]:
             if (pair := to_resume(each.config, min(2, self.ranks))) is not None:
                 found.append(Resume(pair[0], pair[1][:1], each))
