@@ -9,6 +9,7 @@ from base.errors import UserError
 from config import command_line, spelling
 from config.learning_rate import learning_rate
 from config.past import Past, Start
+from config.timeline import Timeline
 from config.validation import check
 
 BASE = "--layers 1 --hidden 16 --heads 2 --seq-length 16 --vocab-size 257 --lr 1e-3"
@@ -40,7 +41,7 @@ SHARES = {
 def test_a_share_counts_the_samples_of_the_run(words):
     total, share, warmup = SHARES[words]
     found = request(f"{words} --lr-warmup-fraction {share}")
-    assert found.config.total_samples == total
+    assert Timeline(found.config).total_samples == total
     assert found.config.training.lr_warmup_samples == warmup
     assert "lr_warmup_samples" in found.given
 
@@ -52,7 +53,7 @@ def test_a_share_counts_phases(tmp_path):
         '[[phase]]\nname = "b"\nfrom_tokens = 3200\nglobal_batch_size = 8\n'
     )
     found = request(f"--phases {path} --lr-warmup-fraction 0.1")
-    assert found.config.total_samples == 200 + 25 * 8
+    assert Timeline(found.config).total_samples == 200 + 25 * 8
     assert found.config.training.lr_warmup_samples == 40
 
 
@@ -154,6 +155,6 @@ def test_a_run_that_has_begun_so_goes_on():
 def test_the_rate_of_a_run_with_a_ramp_up_reaches_its_peak_at_the_share():
     words = "--rampup-batch-size 4 4 64 --global-batch-size 16 --steps 20 --lr-warmup-fraction 0.5"
     config = request(words).config
-    rate = learning_rate(config.training, 108, config.total_samples, 1)
+    rate = learning_rate(config.training, 108, Timeline(config).total_samples, 1)
     assert rate == pytest.approx(1e-3, rel=1e-3)
     assert spelling.translate(["--lr-warmup-fraction", "1"]).warmup_fraction == 1
