@@ -270,7 +270,7 @@ def test_scores_of_tasks_in_layouts_are_those_of_one_rank(tmp_path):
             compare.assert_close(result[name], expected[name], 1e-11)
 
 
-# How the mistakes of public code are written here: the mixer, the file, what is there, what would be
+# How mistakes of public code are written here: the mixer, the file, what is there, what would be
 # wrong, and what check.py has to say.
 MISTAKES = {
     "packed rows cut wrongly under tp": (
@@ -331,8 +331,8 @@ def test_check_finds_the_mistakes_of_public_code(mistake, tmp_path):
     options = f"--set mixer={mixer} mixer_blocks=3:1 --reset-attention --eod-token 5"
     sizes = "--layers 4 --hidden 64 --heads 8 --seq-length 64 --vocab-size 64 --positions rotary"
     outcome = test_ideas.check(code, f"{sizes} {options}", ("tp 2", "cp 2"))
-    assert outcome.returncode == 1, outcome
-    assert said in outcome.stdout
+    assert outcome[0] == 1, outcome
+    assert said in outcome[1]
 
 
 # ---- Counts --------------------------------------------------------------------------------------
