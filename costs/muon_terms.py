@@ -23,7 +23,7 @@ MATRIX_BYTES = 4.0  # bytes of a number that is exchanged: the type of the maste
 def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
     """Return (count, rows, columns) of a block's matrices, with all experts of a block.
 
-    mode: the value of --muon-qkv, which says how q, k and v are divided.
+    mode: the value of muon_qkv, which says how q, k and v are divided (parallel.Matrices).
     """
     h = model.hidden
     d = model.head_size
@@ -35,9 +35,8 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     of_heads = 1 + model.attention_gate  # matrices of query heads: of queries and of gates
     rows = {
         "joint": [(1, (of_heads * model.heads + 2 * model.kv_heads) * d)],
-        "split": [(of_heads, model.heads * d), (2, model.kv_heads * d)],
         "head": [(of_heads * model.heads + 2 * model.kv_heads, d)],
-    }[mode]
+    }.get(mode, [(of_heads, model.heads * d), (2, model.kv_heads * d)])
     found = [(count, size, h) for count, size in rows]
     found.append((1, h, model.heads * d))  # attention's output matrix
     return found + _mlp_matrices(model)
@@ -74,7 +73,7 @@ def _latent_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]
     if model.q_lora_rank:
         found.append((1, model.q_lora_rank, h))
     found += [(heads, nope + rope, q_in)] if mode == "head" else [(1, heads * (nope + rope), q_in)]
-    if mode == "joint":
+    if mode in ("joint", "projection"):
         return [*found, (1, latent + rope, h), (1, heads * (nope + value), latent)]
     found += [(1, latent, h), (1, rope, h)]
     if mode == "head":

@@ -151,12 +151,13 @@ class KeyValueCache:
     k, v, mask = cache.extend(layer, k, v)  in each layer
 
     tokens: the number of tokens so far, with the new tokens; positions: the new tokens' positions,
-    (1, s).
+    (1, s). prefix: so many first tokens, which come in one pass, see all of each other.
     """
 
-    def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
+    def __init__(self, most: int, slopes: Tensor | None, device: torch.device, prefix: int = 0):
         """Begin a cache for at most `most` tokens. slopes: ALiBi's for the local heads, (a,)."""
         self.most = most
+        self.prefix = prefix
         self.device = device
         self.tokens = 0
         self.new_tokens: Tensor | None = None  # those of the next pass, (b, s), if they are known
@@ -176,10 +177,11 @@ class KeyValueCache:
         """Count the new tokens of the next pass through the layers, and make its mask."""
         self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
         self.tokens += count
-        distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
+        queries, keys = self.positions.t(), torch.arange(self.tokens, device=self.device)
+        later = (keys > queries) & ((keys >= self.prefix) | (queries >= self.prefix))  # (s, all)
         # The bias of the scores: -slope * distance, and -infinity for tokens that come later.
-        bias = -self.slopes.to(self.device)[:, None, None] * distance
-        self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
+        bias = -self.slopes.to(self.device)[:, None, None] * (queries - keys).abs()
+        self._bias = bias.masked_fill(later, -torch.inf)[None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Mask]:
         """Store a layer's k and v of the new tokens, (s, b, g, d) each.

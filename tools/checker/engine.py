@@ -113,7 +113,7 @@ class Engine:
         # Ranks share what this process has imported: each of them would import these by itself.
         import h5py  # noqa: F401
 
-        import optim.fsdp  # noqa: F401
+        from optim import fsdp  # noqa: F401
 
         alone = dataclasses.replace(self.config.layout, dp=1)
         began = time.monotonic()

@@ -17,6 +17,7 @@ from typing import Any
 from architecture.block_attention import flags_of
 from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ModelShape
+from base.options import as_typed
 from config.run_options import Run, Training
 from config.schema import GROUPS, Config, Layout
 from tools.checker.corpora import small_data
@@ -107,14 +108,15 @@ def unsaid(
     changed, without = [], []
     for group, cls in GROUPS.items():
         was, now = getattr(config, group), getattr(small, group)
-        for name in (field.name for field in dataclasses.fields(cls) if field.name in given):
-            flag = name.replace("_", "-")
+        for field in (field for field in dataclasses.fields(cls) if field.name in given):
+            name, typed = field.name, as_typed(field)
+            flag = typed.removeprefix("--")
             is_said = re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
             if is_said or group == "layout" or getattr(was, name) == getattr(now, name):
                 continue
             values = [getattr(each, name) for each in (was, now)]
             if group == "run" or values[1] is None:
-                without.append(f"--{flag}")
+                without.append(typed)
                 continue
             texts = [" ".join(v) if isinstance(v, tuple) else str(v) for v in values]
             changed.append(f"{flag} {texts[0]} -> {texts[1]}")
@@ -257,7 +259,7 @@ def _training(training: Training) -> tuple[Training, list[str]]:
         said.append(f"--optimizer {training.optimizer} has no fp64: checked as adamw")
     if training.muon_dtype == "bf16":
         changed["muon_dtype"] = "master"
-        said.append("--muon-dtype bf16 rounds: checked in fp64")
+        said.append("muon_dtype bf16 rounds: checked in fp64")
     if training.rampup_batch_size:
         changed["rampup_batch_size"] = (BATCH // 2, BATCH // 2, BATCH)
     if training.batch_schedule:
