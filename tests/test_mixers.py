@@ -331,8 +331,8 @@ def test_check_finds_the_mistakes_of_public_code(mistake, tmp_path):
     options = f"--set mixer={mixer} mixer_blocks=3:1 --reset-attention --eod-token 5"
     sizes = "--layers 4 --hidden 64 --heads 8 --seq-length 64 --vocab-size 64 --positions rotary"
     outcome = test_ideas.check(code, f"{sizes} {options}", ("tp 2", "cp 2"))
-    assert outcome[0] == 1, outcome
-    assert said in outcome[1]
+    assert outcome.status == 1, outcome
+    assert said in outcome.out
 
 
 # ---- Counts --------------------------------------------------------------------------------------
