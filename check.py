@@ -12,8 +12,8 @@ All of train.py's options are taken, and these:
     --ranks N         most ranks of a layout; default: 4, or 8 if there are 8 cores
     --minutes M       start no further layout after this many minutes
     --all             run all layouts; else a difference ends the check when 6 layouts have run
-    --random N        check N random configurations, each in --layouts layouts (default: 2);
-                      the only option of train.py that goes with it is --seed, which draws others
+    --random N        check N random configurations, each in --layouts layouts (default: 2); options
+                      of train.py hold in each: --random 50 --optimizer muon; --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
     --cuda            on this machine's GPUs, in bf16 with its tolerances; not tried on several GPUs
 
@@ -48,6 +48,9 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from base import errors  # imported first: it prints an error if Python is too old
+
+if __name__ == "__main__":
+    errors.begin_program()
 
 with errors.installed():
     from base.cli import Parser
@@ -93,14 +96,15 @@ def main(arguments: list[str]) -> int:
         if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:
             raise UserError(f"unknown argument {word!r}{near}")
     _check_options(given)
-    if given.random:
-        flags = [word.partition("=")[0] for word in train_arguments if word.startswith("--")]
-        if others := [flag for flag in flags if flag not in ("--seed", "--help")]:
-            raise UserError(f"--random draws its runs: give it no {', '.join(others)}")
-    request = _request(train_arguments)
+    has_model = bool({"model", "config"} & _named(train_arguments))
+    if given.random and not has_model:  # what is drawn says the shape; its options may be a part
+        request = _request(["--model", MODEL, *train_arguments])
+        request = dataclasses.replace(request, given=request.given - {"model"})
+    else:
+        request = _request(train_arguments)
     ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
     if given.random:
-        return _check_random(given, ranks, request.config.training.seed)
+        return _check_random(given, ranks, request, train_arguments)
     with tempfile.TemporaryDirectory(prefix="trine-check-") as folder:
         small, lines = shrink(request.config, Path(folder), given.cuda)
         lines += unsaid(request.config, small, request.given, lines)
@@ -187,10 +191,22 @@ def _outcomes(
             yield from runner.resume(each.saved_by, each.going_on, SAVED_AFTER, out, each.variant)
 
 
-def _check_random(given: Namespace, ranks: int, seed: int) -> int:
-    """Check runs drawn at random, print those that differ, and return the exit status."""
+def _check_random(given: Namespace, ranks: int, request: Request, arguments: list[str]) -> int:
+    """Check runs drawn at random, print those that differ, and return the exit status.
+
+    request, arguments: the options of train.py that all of them have; --seed draws other runs.
+    """
     from tools.checker.drawn import drawn
 
+    parser = Parser("check.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--seed")
+    _, fixed = parser.parse_known_args(arguments)
+    seed = request.config.training.seed
+    values = _values(request, {"seed"})
+    if layout := [name for name in values if name in vars(Layout())]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(layout))
+        raise UserError(f"--random draws its layouts: give it no {flags}")
+    drawn(f"{seed}/0", fixed, values)  # a mistake is said before torch is loaded
     local_ranks.prepare()
     with errors.installed():
         from tools.checker.engine import Engine
@@ -203,7 +219,7 @@ def _check_random(given: Namespace, ranks: int, seed: int) -> int:
         if given.minutes and time.monotonic() - began > 60.0 * given.minutes:
             break
         name = f"{seed}/{number}"
-        words = drawn(name)
+        words = drawn(name, fixed, values)
         with tempfile.TemporaryDirectory(prefix="trine-check-") as folder:
             small, _ = shrink(_request(words).config, Path(folder))
             chosen = some(small, ranks, given.layouts or 2, name)
@@ -219,6 +235,20 @@ def _check_random(given: Namespace, ranks: int, seed: int) -> int:
     return int(wrong > 0)
 
 
+def _named(arguments: list[str]) -> set[str]:
+    """Return the names of the flags in a command line, and its values too."""
+    return {word.lstrip("-").partition("=")[0] for word in arguments}
+
+
+def _values(request: Request, without: set[str]) -> dict[str, Any]:
+    """Return the values of the options that were given, by name, but for those in `without`."""
+    config = request.config
+    groups = (config.model, config.training, config.data, config.run, config.layout)
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    values["model"] = request.model
+    return {name: values[name] for name in request.given if name not in without}
+
+
 def _request(arguments: list[str]) -> Request:
     """Return the run of train.py's options; of GPT-2 if they name no model."""
 
@@ -226,7 +256,7 @@ def _request(arguments: list[str]) -> Request:
         """Return a length for a run without one: the check has steps of its own."""
         return {} if {"steps", "train_samples"} & set(options) else {"steps": 1}
 
-    if not any(word.lstrip("-").partition("=")[0] in ("config", *SHAPE) for word in arguments):
+    if _named(arguments).isdisjoint({"config", *SHAPE}):
         arguments = ["--model", MODEL, *arguments]
     request = parse_request(arguments, __doc__ or "", defaults)
     config = dataclasses.replace(request.config, layout=Layout())

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from base.errors import UserError
 from config.schema import Config, Layout
+from config.timeline import Timeline
 from corpora import phase_table
 from corpora.corpus_splits import Corpora, eval_sets
 from corpora.objectives import NO_TARGET, Objective, Readable
@@ -140,7 +141,8 @@ def build(config: Config) -> Splits:
 
 def _phased(config: Config, corpora: Corpora | None) -> PhasedSamples:
     """Return the train samples of a run with phases; corpora: None if all tokens are random."""
-    phases = config.phases
+    timeline = Timeline(config)
+    phases = timeline.phases
     found = corpora.phase_samples() if corpora else (None,) * len(phases)
     parts = []
     for phase, part in zip(phases, found):
@@ -148,7 +150,7 @@ def _phased(config: Config, corpora: Corpora | None) -> PhasedSamples:
         parts.append(part or random)
     begins = [phase.samples for phase in phases]
     lengths = [phase.length for phase in phases]
-    return PhasedSamples(begins, lengths, parts, config.total_samples)
+    return PhasedSamples(begins, lengths, parts, timeline.total_samples)
 
 
 def _synthetic_splits(config: Config) -> Splits:
@@ -161,7 +163,7 @@ def _synthetic_splits(config: Config) -> Splits:
     train, validation, test = (
         Synthetic(model.vocab_size, model.seq_length, seed, stream) for stream in range(3)
     )
-    samples: Samples = _phased(config, None) if config.phases else train
+    samples: Samples = _phased(config, None) if config.plan else train
     if not config.data.eval_samples:
         return Splits(samples, None, None)
     return Splits(samples, validation, test)
@@ -176,11 +178,11 @@ def _corpus_splits(config: Config) -> Splits:
     corpora = Corpora(config)
     train: Samples
     repeats: tuple[str, ...] = ()
-    if config.phases:
+    if config.plan:
         train = _phased(config, corpora)
         repeats = tuple(phase_table.repeated(phase_table.readings(config, corpora), config.plan))
     else:
-        train = corpora.split(SPLITS.index("train"), config.ordered)
+        train = corpora.split(SPLITS.index("train"), Timeline(config).ordered)
     source = corpora.describe()
     epoch_tokens = corpora.epoch_tokens()
     if not eval_samples:
@@ -293,7 +295,7 @@ class BatchReader:
         self,
         samples: Samples,
         first: int,
-        config: Config,
+        timeline: Timeline,
         evaluated: int | None = None,
         keep: bool = False,
     ) -> "MicroBatches":
@@ -306,7 +308,7 @@ class BatchReader:
         """
         if evaluated is None and first in self.kept:  # the second call, for the step itself
             return self.kept.pop(first)
-        batches = MicroBatches(self, samples, first, config, evaluated)
+        batches = MicroBatches(self, samples, first, timeline, evaluated)
         if keep:
             batches.keep()
             self.kept[first] = batches
@@ -329,7 +331,7 @@ class MicroBatches:
         reader: BatchReader,
         samples: Samples,
         first: int,
-        config: Config,
+        timeline: Timeline,
         evaluated: int | None,
     ):
         """Begin the micro-batches of a global batch, and read nothing yet.
@@ -340,7 +342,7 @@ class MicroBatches:
         self.reader = reader
         self.samples = samples
         self.first = first
-        self.config = config
+        self.timeline = timeline
         self.evaluated = evaluated
         self.reading = False  # whether the prefetcher reads the micro-batches of this global batch
         self._kept: dict[int, Batch] | None = None  # micro-batches by index; None: none is kept
@@ -403,7 +405,7 @@ class MicroBatches:
         batches that --skip-samples skips. It never ends: the prefetcher takes what it needs.
         """
         layout = self.reader.layout
-        config = self.config
+        timeline = self.timeline
         if self.evaluated is not None:  # micro-batches of all replicas that hold evaluated samples
             # Rounded up: the last micro-batch may have fewer evaluated samples.
             micro_batches = -(-self.evaluated // (layout.micro_batch_size * layout.dp))
@@ -412,9 +414,9 @@ class MicroBatches:
             return
         batch_start = self.first
         while True:
-            batch_size = config.batches.batch(batch_start)
-            if not config.passes_over(batch_start, batch_size):
-                for index in range(config.micro_batches(batch_size)):
+            batch_size = timeline.batch_at(batch_start)
+            if not timeline.passes_over(batch_start, batch_size):
+                for index in range(layout.micro_batches(batch_size)):
                     yield self._first_sample(batch_start, index)
             batch_start += batch_size
 

@@ -54,25 +54,29 @@ class Matrices:
     has the columns, and all others together have the rows. each: the dimensions of which every
     index is a matrix of its own: experts, gate and up. parts: names and lengths along the dimension
     `dim`, such as those of q, k and v. heads: the dimensions of which every index is a head.
+    is_projection: whether all parts are one projection in the files of published models.
     """
 
     each: tuple[int, ...] = ()
     parts: tuple[tuple[str, int], ...] = ()
     dim: int = 0
     heads: tuple[int, ...] = ()
+    is_projection: bool = False
 
     def boxes(self, shape: tuple[int, ...], mode: str) -> list[tuple[str, Box]]:
         """Return the name, "" for a single matrix, and the box of each matrix of a global tensor.
 
-        mode: the value of --muon-qkv. joint: `parts` and `heads` are not divided; split: `parts`
-        are; head: both are. Raise ValueError if the parts are not the whole dimension.
+        mode: the value of muon_qkv. joint: `parts` and `heads` are not divided; projection:
+        `parts` are, unless they are one projection; split: `parts` are; head: both are. Raise
+        ValueError if the parts are not the whole dimension.
         """
+        undivided = mode == "joint" or (mode == "projection" and self.is_projection)
         ranges_of_dims: list[list[tuple[str, tuple[int, int]]]] = []
         for dim, size in enumerate(shape):
             ranges = [("", (0, size))]
             if dim in self.each or (mode == "head" and dim in self.heads):
                 ranges = [(str(i), (i, i + 1)) for i in range(size)]
-            elif mode != "joint" and self.parts and dim == self.dim:
+            elif self.parts and dim == self.dim and not undivided:
                 ends = list(itertools.accumulate(length for _, length in self.parts))
                 if ends[-1] != size:
                     raise ValueError(f"the parts {self.parts} do not add up to {size}, of {shape}")

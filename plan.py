@@ -25,8 +25,13 @@ from typing import Any, NamedTuple
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
+from base import errors  # imported first, since it ends with an error if Python is too old
+
+if __name__ == "__main__":
+    errors.begin_program()
+
 from architecture.shape import ModelShape
-from base import errors, paths  # imported first, since it ends with an error if Python is too old
+from base import paths
 from base.cli import Parser
 from base.errors import UserError, printable
 from config.command_line import options_help, parse_request

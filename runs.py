@@ -25,6 +25,9 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from base import errors, paths  # imported first: it prints an error if Python is too old
 
+if __name__ == "__main__":
+    errors.begin_program()
+
 with errors.installed():
     from base.cli import Parser
     from base.errors import UserError

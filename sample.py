@@ -30,6 +30,9 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from base import errors  # imported first, because it refuses a Python that is too old
 
+if __name__ == "__main__":
+    errors.begin_program()
+
 with errors.installed():
     from architecture.shape import ModelShape
     from base.cli import Parser
@@ -38,13 +41,17 @@ with errors.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
-    from config.run_options import parse_task_files
+    from config.command_line import add_options
+    from config.corpus_record import note_on_form, with_end_token
+    from config.inherited import OBJECTIVE, Inherited, sample_options
+    from config.run_options import parse_eval_sets, parse_task_files
     from config.schema import Config
     from corpora import sample_order
     from corpora.chat_templates import ChatTemplate
     from corpora.conversation import END_OF_INPUT, Conversation, Lines
     from corpora.tasks import TaskSet, encode_tasks, results
-    from corpora.text import Text, find_tokenizer
+    from corpora.text import Text, check_ids, find_tokenizer
+    from corpora.token_files import note_on_answers
     from corpora.tokenizer_files import read_settings, read_template
     from distributed.context import Context, prepare, start
     from distributed.early_end import StartWatch, ending_all_ranks
@@ -55,6 +62,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from inference.decoding import Decoder, SamplingParams
+    from trainer import ModelState
 
 MAX_TOKENS = 100  # new tokens for each prompt without --max-tokens
 MAX_ANSWER = 1024  # new tokens for each answer of --chat without --max-tokens
@@ -74,18 +82,90 @@ EVAL_BATCH = 4  # samples in a micro-batch with --eval-data and --eval-tasks
 
 
 @dataclasses.dataclass(frozen=True)
+class OpenedCheckpoint:
+    """What a checkpoint says of its model; its files are there, and have the right sizes.
+
+    run_options: the options of the run that wrote it, by group.
+    """
+
+    folder: str
+    model: ModelShape
+    record: model_record.ModelRecord
+    run_options: dict[str, Any]
+
+    def text(self, tokenizer: str | None) -> Text:
+        """Return what encodes its prompts; tokenizer: a tokenizer.json, None: its own.
+
+        That is in the checkpoint, or for older versions in a folder above.
+        """
+        above = [os.path.join(self.folder, path) for path in ("", "..", "../..")]
+        tokenizer = tokenizer or find_tokenizer(above, _corpora(self.run_options))
+        return Text(tokenizer, self.model.vocab_size)
+
+    def ends(self, text: Text) -> tuple[int, ...]:
+        """Return the ids that end a text of this model."""
+        record = self.record
+        return record.ends if record.is_imported else record.ends or text.ends
+
+    @property
+    def longest_text(self) -> int:
+        """The most tokens of a text that the model is made for, and that is computed as such."""
+        limits = [max(self.record.context_length, self.model.seq_length)]
+        limit = self.record.limit(self.model)
+        if limit is not None:
+            limits.append(limit)
+        if self.model.positions == "learned":
+            limits.append(self.model.max_positions)
+        return min(limits)
+
+    def new_tokens(self, longest: int, asked: int | None) -> int:
+        """Return how many tokens are added to each prompt; UserError if they are too many.
+
+        longest: the tokens of the longest prompt. asked: --max-tokens; None: MAX_TOKENS, or fewer,
+        so that a prompt and its new tokens are no longer than the texts of the model.
+        """
+        count = asked or max(1, min(MAX_TOKENS, self.longest_text - longest))
+        both = f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
+        both += f"{longest + count}"
+        self.record.check_length(self.model, longest + count, f"{both}, which")
+        most = self.model.max_positions
+        if self.model.positions == "learned" and longest + count > most:
+            raise UserError(f"{both}, but max-positions is {most}")
+        return count
+
+
+def open_checkpoint(run: str, averaged: bool) -> OpenedCheckpoint:
+    """Return what a run's newest checkpoint, or this one, says of its model; UserError.
+
+    averaged: whether its average of weights (--ema) is wanted, which it may lack.
+    """
+    folder = folders.find_checkpoints(run)[0]
+    check_files(folder, contents=False)
+    with Index(folder) as index:
+        index.weights_kind(averaged)  # refuses here, before ranks meet
+        model = make_model(index.attributes("model"), index.path)
+        run_options = json.loads(str(index.attributes("run")["config"]))
+    record = model_record.read(folder, with_files=False)
+    if record is None:  # a checkpoint of an older version
+        record = model_record.without_tokenizer(model.seq_length)
+    return OpenedCheckpoint(folder, model, record, run_options)
+
+
+@dataclasses.dataclass(frozen=True)
 class SampleTask:
     """A checked command line: the checkpoint, the options, and token ids of the prompts, if any.
 
     folder: the folder of the checkpoint. config: the configuration of the model and its layout.
-    text: encodes the prompts and decodes the samples; None with --eval-data. count: the largest
-    number of new tokens for each prompt or answer. ends: the ids that end a text. talk: the
-    conversation of --chat; limit: the most tokens that it may have. tasks: those of --eval-tasks.
+    notes: lines on what it takes from the checkpoint, and on corpora and prompts. text: encodes the
+    prompts and decodes the samples; None with --eval-data. count: the largest number of new tokens
+    for each prompt or answer. ends: the ids that end a text. talk: the conversation of --chat;
+    limit: the most tokens that it may have. tasks: those of --eval-tasks.
     """
 
     folder: str
     options: argparse.Namespace
     config: Config
+    notes: tuple[str, ...] = ()
     text: Text | None = None
     prompts: tuple[list[int], ...] = ()
     count: int = 0
@@ -124,70 +204,73 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> SampleTask:
         raise UserError(f"--scores {options.scores} needs --eval-tasks")
     check_file(options.scores)
     options = argparse.Namespace(**(PROMPT_DEFAULTS | vars(options)))
-    _check_numbers(options)
-    folder = folders.find_checkpoints(options.run)[0]
-    check_files(folder, contents=False)
-    with Index(folder) as index:
-        index.weights_kind(options.ema)  # refuses here, before ranks meet
-        model = make_model(index.attributes("model"), index.path)
-        run_options = json.loads(str(index.attributes("run")["config"]))
-    record = model_record.read(folder, with_files=False)
-    if record is None:  # a checkpoint of an older version
-        record = model_record.without_tokenizer(model.seq_length)
+    check_numbers(options)
+    opened = open_checkpoint(options.run, options.ema)
+    folder, model, record = opened.folder, opened.model, opened.record
+    taken = taken_from(opened, options)
     if options.eval_data:  # no prompts, and so no tokenizer
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
-        sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
-        return SampleTask(folder, options, _make_config(options, model, ranks))
-    # The tokenizer.json is in the checkpoint; those of older versions have it in a folder above.
-    tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
-    tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
-    text = Text(tokenizer, model.vocab_size)
+        return _evaluation(opened, options, ranks, taken)
+    notes: tuple[str, ...] = (taken.note,) if taken.note else ()
+    text = opened.text(options.tokenizer)
     if options.eval_tasks:
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
         files = parse_task_files(tuple(options.eval_tasks))
-        config = _make_config(options, model, ranks)
-        return SampleTask(
-            folder, options, config, tasks=encode_tasks(files, text, model.seq_length)
-        )
-    ends = record.ends if record.is_imported else record.ends or text.ends
-    limit = _longest_text(model, record)
+        config = make_config(options, model, ranks, taken)
+        encoded = encode_tasks(files, text, model.seq_length)
+        return SampleTask(folder, options, config, notes, tasks=encoded)
+    ends = opened.ends(text)
     if options.chat:
+        limit = opened.longest_text
         talk = _conversation(options, folder, text, ends)
-        config = _make_config(options, dataclasses.replace(model, seq_length=limit), ranks)
+        config = make_config(options, dataclasses.replace(model, seq_length=limit), ranks, taken)
         count = options.max_tokens or MAX_ANSWER
-        return SampleTask(folder, options, config, text, (), count, ends, talk, limit)
+        return SampleTask(folder, options, config, notes, text, (), count, ends, talk, limit)
     prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
-    # The number of new tokens for each prompt. Without --max-tokens it is MAX_TOKENS, or fewer, so
-    # that the longest prompt and its new tokens are no longer than the texts of the model.
-    count = options.max_tokens or max(1, min(MAX_TOKENS, limit - longest))
-    record.check_length(
-        model,
-        longest + count,
-        f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
-        f"{longest + count}, which",
-    )
-    if model.positions == "learned" and longest + count > model.max_positions:
-        raise UserError(
-            f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
-            f"{longest + count}, but max-positions is {model.max_positions}"
-        )
+    count = opened.new_tokens(longest, options.max_tokens)
     # Tables of positions have seq_length rows: as many as the longest continued prompt needs.
     model = dataclasses.replace(model, seq_length=longest + count)
-    return SampleTask(
-        folder, options, _make_config(options, model, ranks), text, prompts, count, ends
-    )
+    config = make_config(options, model, ranks, taken)
+    notes = (*notes, *text.notes_on(options.prompt, "prompts"))
+    return SampleTask(folder, options, config, notes, text, prompts, count, ends)
 
 
-def _longest_text(model: ModelShape, record: model_record.ModelRecord) -> int:
-    """Return the most tokens of a text that the model is made for, and that is computed as such."""
-    limits = [max(record.context_length, model.seq_length)]
-    limit = record.limit(model)
-    if limit is not None:
-        limits.append(limit)
-    if model.positions == "learned":
-        limits.append(model.max_positions)
-    return min(limits)
+def taken_from(opened: OpenedCheckpoint, options: argparse.Namespace) -> Inherited:
+    """Return what a task takes from its checkpoint: what decides how the model sees a text.
+
+    Options that were given are not taken. Raise UserError if they do not go with the task.
+    """
+    given = {name: value for name, value in vars(options).items() if name in OBJECTIVE}
+    if given and not options.eval_data:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{flags}: goes with --eval-data")
+    taken = sample_options(opened.run_options, given)
+    if not options.eval_data:  # a single text has no documents, and no labels that do not count
+        taken = {name: taken[name] for name in ("objective",) if name in taken}
+    return Inherited(taken, folder=opened.folder)
+
+
+def _evaluation(
+    opened: OpenedCheckpoint, options: argparse.Namespace, ranks: int, taken: Inherited
+) -> SampleTask:
+    """Return the task of --eval-data; UserError if a corpus cannot be read as in the run."""
+    folder, model = opened.folder, opened.model
+    form = model_record.form_of_texts(folder)  # what names of special tokens are for the model
+    notes = [taken.note] if taken.note else []
+    try:
+        config, notes_on_corpora = with_end_token(_unchecked(options, model, ranks, taken))
+        config = validation.check(config, ranks)
+        sets = tuple(options.eval_data)
+        sample_order.check_eval_sets(sets, model.seq_length, config.data.answers_only)
+        notes += notes_on_corpora
+        for each in parse_eval_sets(sets):
+            notes += check_ids(each.prefix, model.vocab_size)
+            notes += note_on_answers(each.prefix, config.data.answers_only)
+            notes += note_on_form(each.prefix, form)
+    except UserError as mistake:  # perhaps about an option that the user has not typed
+        raise UserError("; ".join([str(mistake), *notes[:1]])) from None
+    return SampleTask(folder, options, config, tuple(notes))
 
 
 def _conversation(
@@ -211,7 +294,7 @@ def _conversation(
     return Conversation(template, text, options.system)
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def check_numbers(options: argparse.Namespace) -> None:
     """Raise UserError if a number is out of its range, or if the tokenizer's file is missing."""
     temperature = options.temperature
     max_tokens = 1 if options.max_tokens is None else options.max_tokens
@@ -241,16 +324,27 @@ def _corpora(run_options: dict[str, Any]) -> list[str]:
     return [word for word in words if isinstance(word, str)]
 
 
-def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
-    """Return the configuration of the model in the requested layout; UserError if it cannot be.
+def make_config(
+    options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+) -> Config:
+    """Return the configuration of the model in the requested layout; UserError if it cannot be."""
+    return validation.check(_unchecked(options, model, ranks, taken), ranks)
 
-    The trainer builds the model from a configuration of a run, so this is a run of one step without
-    an optimizer. Weights are not drawn (init_std 0), because they are loaded.
+
+def _unchecked(
+    options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+) -> Config:
+    """Return the configuration of the model, with options that may not go together.
+
+    taken: the options that come from the checkpoint. The trainer builds the model from a
+    configuration of a run, so this is a run of one step without an optimizer. Weights are not drawn
+    (init_std 0), because they are loaded.
     """
     micro_batch = EVAL_BATCH if options.eval_data or options.eval_tasks else 1
     # The ranks that tp and pp leave are replicas, and each needs a micro-batch of the global batch.
     replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
-    values = dataclasses.asdict(model)
+    values = dataclasses.asdict(model) | dict(taken.options)
+    values |= {name: value for name, value in vars(options).items() if name in OBJECTIVE}
     values |= {
         "tp": options.tp,
         "pp": options.pp,
@@ -270,7 +364,7 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
     }
     if options.eval_data:
         values["eval_data"] = options.eval_data
-    return validation.check(command_line.build(values), ranks)
+    return command_line.build(values)
 
 
 def _report_folder() -> str:
@@ -288,6 +382,29 @@ def _report_folder() -> str:
     return folder
 
 
+def load_model(
+    config: Config, folder: str, averaged: bool, context: Context | None
+) -> "ModelState":
+    """Return this rank's part of a checkpoint's model; collective over all ranks.
+
+    config: of `make_config`. averaged: whether to take the average of the weights. context: None
+    for one rank on the CPU. Raise UserError for a damaged checkpoint.
+    """
+    with errors.installed():
+        import trainer
+        from checkpointing.load import load_weights
+
+    state = trainer.build_model(config, context)
+    mesh = state.factory.mesh
+    mesh.recorder.enter("load")
+    # Each rank compares the checksums of a part of the files.
+    check_files(folder, True, mesh.rank, mesh.size)
+    with Index(folder) as index:
+        load_weights(state.stages, index, index.weights_kind(averaged))
+    state.stages.to(state.factory.dtype)  # rounds the weights, which were loaded in fp32 or fp64
+    return state
+
+
 def run(task: SampleTask, context: Context) -> Iterator[str]:
     """Load the weights, and yield the continued prompts or the losses as lines of text.
 
@@ -296,27 +413,22 @@ def run(task: SampleTask, context: Context) -> Iterator[str]:
     with errors.installed():
         import data
         import trainer
-        from checkpointing.load import load_weights
         from inference.decoding import Decoder, SamplingParams
         from inference.scoring import Scorer
         from optim import precision
 
     precision.check(task.config, context)
     splits = data.build(task.config)
-    state = trainer.build_model(task.config, context)
-    context.recorder.enter("load")
-    # Each rank compares the checksums of a part of the files.
-    check_files(task.folder, True, context.rank, context.size)
-    with Index(task.folder) as index:
-        load_weights(state.stages, index, index.weights_kind(task.options.ema))
-    state.stages.to(state.factory.dtype)  # rounds the weights, which were loaded in fp32 or fp64
+    state = load_model(task.config, task.folder, task.options.ema, context)
     if context.rank == 0:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
+        for note in task.notes:
+            print(printable(f"note: {note}"), file=sys.stderr, flush=True)
     if task.text is not None:
         options = task.options
         how = SamplingParams(options.temperature, options.top_p, options.seed)
-        decoder = Decoder(state.pipeline, state.factory, task.config.model)
+        decoder = Decoder(state.pipeline, state.factory, task.config)
         for prompt in task.prompts:
             context.recorder.enter("sample")
             ids = decoder.generate(prompt, task.count, how, task.ends)
@@ -444,6 +556,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--scores", default=None, metavar="FILE", help=text)
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (default: 1)")
+    add_options(parser, OBJECTIVE, "what --eval-data counts (default: as in the run)")
     precisions = "fp64|fp32|bf16|fp16"
     add("--precision", default="fp32", metavar=precisions, help="arithmetic (default: fp32)")
     text = "device of each rank (default: auto)"

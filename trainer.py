@@ -28,7 +28,9 @@ from config.learning_rate import rate_at
 from config.past import Past
 from config.phases import PlacedPhase
 from config.schema import Config
+from config.timeline import Timeline
 from corpora.tasks import TaskSet, read_tasks
+from costs import auto_schedule
 from costs.partition_costs import part_costs
 from distributed import preflight
 from distributed.context import Context, start
@@ -60,7 +62,6 @@ from telemetry.log import Log
 from telemetry.loss_monitor import make_monitor, skip_earlier_spikes
 from telemetry.numerics_trace import NumericsTrace
 from telemetry.observer import Observer, Step
-from telemetry.pass_times import decide_schedule
 from telemetry.replica_check import ReplicaCheck
 from telemetry.routing_file import RoutingFile
 from telemetry.saving import Saving
@@ -76,13 +77,18 @@ from zero import Optimizer, StepResult
 class ModelState:
     """One rank's part of a model in one layout: everything that an evaluation needs."""
 
-    config: Config
+    timeline: Timeline  # of the run's options
     factory: ParamFactory
     stage_specs: list[StageSpec]  # one for each stage of the whole pipeline
     stages: nn.ModuleList  # this rank's stages, in the model's order
     pipeline: Pipeline
     reader: data.BatchReader
     length: int  # the tokens of a sample, which `set_length` changes
+
+    @property
+    def config(self) -> Config:
+        """The options of the run."""
+        return self.timeline.config
 
 
 @dataclass
@@ -150,7 +156,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     pipeline = Pipeline(stage_of, factory, config)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)
     length = config.model.seq_length
-    return ModelState(config, factory, specs, stages, pipeline, reader, length)
+    return ModelState(Timeline(config), factory, specs, stages, pipeline, reader, length)
 
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
@@ -202,13 +208,13 @@ def run_passes(
     reuses them. limit: the number of micro-batches to run, 0: all.
     """
     config = state.config
-    size = config.batches.batch(consumed)
+    size = state.timeline.batch_at(consumed)
     length = state.length
-    micro_batches = limit or config.micro_batches(size)
-    batches = state.reader.batches(samples, consumed, config, keep=keep)
+    micro_batches = limit or config.layout.micro_batches(size)
+    batches = state.reader.batches(samples, consumed, state.timeline, keep=keep)
     counted = None  # the number of labels in the global batch that count in the loss, if needed
     if config.data.masks_loss and config.training.has_router_losses:
-        counted = count_labels(state, batches, config.micro_batches(size))
+        counted = count_labels(state, batches, config.layout.micro_batches(size))
     loss_weight = state.optimizer.begin_step(size * length, micro_batches, counted)
     for begin_step in state.before_passes:
         begin_step(consumed, length)
@@ -247,7 +253,7 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     mesh.recorder.enter("evaluate")
     samples_at_once = config.layout.micro_batch_size * config.layout.dp
     micro_batches = -(-count // samples_at_once)  # rounded up
-    batches = state.reader.batches(samples, 0, config, count)
+    batches = state.reader.batches(samples, 0, state.timeline, count)
     loss_sum, targets = state.pipeline.evaluate(batches, micro_batches)
     sums = torch.stack([loss_sum, torch.full_like(loss_sum, targets)])
     mesh.world.at_once.all_reduce(sums).wait()
@@ -275,7 +281,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
     """Build a run, do its steps, and write its last checkpoint; return whether no step is left."""
     with ExitStack() as cleanup:
         context.lock_folder(config.run.out)
-        config, precision_line, notes = _decide(config, context)
+        config, precision_line, notes = decide(config, context)
         preflight.introduce(config, context, precision_line)  # prints it, and checks the nodes
         config, chosen, lines = find_past(config, context)
         config = skip_earlier_spikes(config)
@@ -305,16 +311,18 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
     return finished
 
 
-def _decide(config: Config, context: Context) -> tuple[Config, str, list[str]]:
+def decide(config: Config, context: Context | None) -> tuple[Config, str, list[str]]:
     """Decide what the options leave open: layout, precision, schedule. Collective over all ranks.
 
-    Return the configuration, a line about the precision, and lines for the log.
+    Return the configuration, a line about the precision, and lines for the log. context: None for
+    a world of one rank on the CPU.
     """
-    layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
+    device = "cpu" if context is None else context.device.type
+    layout = config.layout.automatic(config.model.seq_length, device == "cuda")
     # `find_past` reads on rank 0 what was done before: other nodes may not see it yet.
     config = replace(config, layout=layout, past=Past())
     config, precision_line = precision.decide(config, context)
-    config, notes = decide_schedule(config, context)
+    config, notes = auto_schedule.decide_with_note(config, device)
     return config, precision_line, notes
 
 
@@ -392,7 +400,8 @@ class Trainer:
         self.recorder = mesh.recorder
         self.device = state.factory.device
         self.stats_exchange = StatsExchange(mesh, self.device, conditions, checkpoints)
-        self.last_step = config.total_steps
+        self.timeline = state.timeline
+        self.last_step = self.timeline.total_steps
         # A start that is refused, or has no step to do, replaces no file of the run's record. The
         # lines about the checkpoint are in the new record.
         with log.held():
@@ -429,7 +438,7 @@ class Trainer:
         observers.append(make_monitor(state, train, checkpoints, exchange, log, self.done))
         observers.append(Evaluations(state, self.splits, tasks, log, self.stats_exchange))
         if run.sample_every:
-            decoder = Decoder(state.pipeline, state.factory, self.config.model)
+            decoder = Decoder(state.pipeline, state.factory, self.config)
             prepare = partial(_prepare_decoding, state)
             samples = RunSamples(self.config, decoder, prepare, log.note, checkpoints.ends())
             observers.append(samples)
@@ -482,14 +491,14 @@ class Trainer:
             if config.run.saves:
                 checkpoint_bytes = self.checkpoints.bytes_needed
             answers = config.data.answers_only
-            most = max(level.batch for level in config.levels)
+            most = max(level.batch for level in self.timeline.levels)
 
             def skips(sample: int) -> bool:
                 """Return whether the run may skip a sample, with another one of its batch."""
                 first = max(0, sample - most + 1)
-                return config.passes_over(first, sample + most - first)
+                return self.timeline.passes_over(first, sample + most - first)
 
-            samples = fingerprints(self.splits.train, config.total_samples, answers, skips)
+            samples = fingerprints(self.splits.train, self.timeline.total_samples, answers, skips)
         self.log.begin(samples, checkpoint_bytes)
 
     def _announce(self) -> None:
@@ -497,8 +506,8 @@ class Trainer:
         if not self.log.is_writer:
             return
         consumed = self.done.consumed_samples
-        batch = self.config.batches.batch(consumed)
-        left = self.config.total_samples - consumed
+        batch = self.timeline.batch_at(consumed)
+        left = self.timeline.total_samples - consumed
         if self.done.iteration >= self.last_step:
             self.log.note(log_lines.finished(self.done.iteration, consumed, left, batch))
             return
@@ -522,15 +531,15 @@ class Trainer:
     def _next_step(self, iteration: int) -> Step:
         """Return step `iteration`, on the next global batch; set the length of its samples."""
         begin = self.done.consumed_samples
-        batch = self.config.batches.batch(begin)
-        lr = rate_at(self.config, begin, self.done.skipped_samples, batch)
+        batch = self.timeline.batch_at(begin)
+        lr = rate_at(self.timeline, begin, self.done.skipped_samples, batch)
         is_last = iteration == self.last_step
         return Step(iteration, is_last, begin, batch, self._begin_phase(begin), lr, self.done)
 
     def _train_or_skip(self, this_step: Step) -> None:
         """Do a step, or skip its batch if --skip-samples names it. Collective over all ranks."""
         samples = self.splits.train
-        if self.config.passes_over(this_step.consumed, this_step.batch):
+        if self.timeline.passes_over(this_step.consumed, this_step.batch):
             # This takes no time, so the requests of ranks wait for the next step.
             self._advance(this_step, trained=False)
             for observer in self.observers:
@@ -567,7 +576,7 @@ class Trainer:
 
         Log the phase of --phases if the step is its first, or the first of this start.
         """
-        phase = self.config.phase_at(begin)
+        phase = self.timeline.phase_at(begin)
         if phase is None:
             return self.config.model.seq_length
         if phase != self.phase:

@@ -20,6 +20,9 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from base import errors  # imported first, because it refuses a Python that is too old
 
+if __name__ == "__main__":
+    errors.begin_program()
+
 with errors.installed():
     from base.cli import Parser
     from costs import hardware, risk

@@ -128,7 +128,7 @@ class Optimizer:
         self.accepts: Callable[..., bool] = lambda *_: True
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
-        self.last_backward: LastBackward | None = None  # of --zero 3 with --no-sync-each-batch
+        self.last_backward: LastBackward | None = None  # of --zero 3 with sync_each_batch false
         self.groups: Sequence[ParamGroup]
         self._forget_gathered: Callable[[], None] = lambda: None  # at --zero 3: gathered weights
         if self.fully_sharded:
@@ -291,7 +291,7 @@ class Optimizer:
     def _wait_in_forward(self, stages: nn.ModuleList) -> None:
         """Have each module of a stage wait for the gathering of its weights just before it runs.
 
-        Called with --overlap-param-gather: there a step ends while its weights are being gathered.
+        Called with overlap_param_gather: there a step ends while its weights are being gathered.
         """
 
         def waiting_hook(part: nn.Module) -> Callable:
@@ -313,7 +313,7 @@ class Optimizer:
     def finish_gathering(self) -> None:
         """Wait until all weights are gathered; called before weights are read outside of a pass.
 
-        A training step needs no call: `_update` waits, or with --overlap-param-gather the forward
+        A training step needs no call: `_update` waits, or with overlap_param_gather the forward
         hooks do.
         """
         for group in reversed(self.groups):

@@ -55,14 +55,15 @@ PERIOD = (
 )
 # The fields with the blocks that have rotary positions, in families with `nope`.
 NOPE = ("no_rope_layers", "no_rope_layer_interval")
-# The fields of rotary positions. The last three may stand beside or inside of the first two.
-ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_type")
+# The fields of rotary positions. The last two may stand beside or inside of the first two.
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 FULL = "full_attention"  # in layer_types
 LOCAL = "sliding_attention"  # a block with a window
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"  # beside or inside of the fields of ROPE
 # Fields that a config.json of any family may have: the values that they must have if present,
 FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
-ABSENT = ("quantization_config", "pruned_heads")  # must be null, empty or missing,
+# must be null, empty or missing,
+ABSENT = ("quantization_config", "pruned_heads", "per_layer_config")
 # and those that are kept, but that no logit depends on.
 UNUSED = {
     *("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"),
@@ -107,6 +108,11 @@ class Family:
     transposed: bool = False
     qkv: str = "head"
     skipped_rows: int = 0
+
+    @property
+    def has_rotary(self) -> bool:
+        """Whether the family's positions are rotary."""
+        return "rotary_base" in self.fields
 
     def obstacles(self, model: ModelShape) -> list[str]:
         """Return a text for each option that keeps a model out of the family.
@@ -331,6 +337,8 @@ def _fields_that_came(family: Family, model: ModelShape, came: dict[str, Any]) -
     written = {*shape, *ROPE, *family.fixed, "model_type", "architectures", "dtype", "torch_dtype"}
     if family.rope_by_kind is not None:
         written.add(family.rope_by_kind[0])
+    elif ORIGINAL in _scaling_fields(model.rotary_scaling):
+        written.add(ORIGINAL)  # which would hold, and not that of the model's scaling
     # Fields of blocks may say the same in several ways: they stay as they came if they still hold.
     if model.window and _blocks_of(came, family, model.layers, "config.json") != _blocks(model):
         written |= {*WINDOW, PERIOD}
@@ -702,12 +710,15 @@ def unread(config: dict[str, Any], where: str) -> list[str]:
     name in messages. Raise UserError if the family is unknown.
     """
     family = family_in(config, where)
-    known = {*UNUSED, *FIXED, *ABSENT, *TOKENS, *WINDOW, *ROPE, *family.unused}
+    known = {*UNUSED, *FIXED, *ABSENT, *TOKENS, *family.unused}
     known |= {*family.fixed, *family.absent, *family.written, *family.same}
+    known |= {*WINDOW} if family.window else set()
+    known |= {*ROPE} if family.has_rotary else set()
     known |= {PERIOD} if family.window_period else set()
     known |= {*NOPE} if family.nope else set()
     known |= {family.rope_by_kind[0]} if family.rope_by_kind else set()
-    known |= {ORIGINAL} if "longrope" in family.scalings else set()
+    rope = _rope(config, where) or family.default_rope
+    known |= {ORIGINAL} if family.has_rotary and _original_outside(rope, config, family) else set()
     known |= {name for names in family.fields.values() for name in names}
     return sorted(config.keys() - known)
 
@@ -863,6 +874,27 @@ def _take(
     options[ours] = value_here
 
 
+def _scaling_of(rope: dict[str, Any], family: Family) -> Any:
+    """Return the form of rotary scaling in an object of ROPE, as ROTARY_SCALING names it."""
+    form = rope.get("rope_type", rope.get("type", "default"))
+    if "longrope" in family.scalings and form in ("su", "yarn"):
+        return "longrope"  # older names in Phi-3
+    return "none" if form == "default" else form
+
+
+def _original_outside(rope: dict[str, Any], config: dict[str, Any], family: Family) -> bool:
+    """Return whether the field ORIGINAL beside the object `rope` holds, and not the one inside.
+
+    transformers' rule for all families: it does, if it is there, for each scaling that reads it,
+    where blocks have no rotary positions of their own. Phi-3 always has the field: if its file does
+    not, with the class's default.
+    """
+    form = _scaling_of(rope, family)
+    if family.rope_by_kind is not None or ORIGINAL not in ROTARY_SCALING.get(str(form), ()):
+        return False
+    return ORIGINAL in config or "longrope" in family.scalings
+
+
 def _read_scaling(
     ours: str,
     rope: dict[str, Any],
@@ -878,10 +910,7 @@ def _read_scaling(
     whole file. options: receives our value. lacks: receives a sentence instead if the engine has no
     such scaling. Raise UserError, which names the file `where`, if a number is missing.
     """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "none" if kind == "default" else kind
-    if "longrope" in family.scalings and kind in ("su", "yarn"):
-        kind = "longrope"  # older names in Phi-3
+    kind = _scaling_of(rope, family)
     if not isinstance(kind, str) or kind not in ROTARY_SCALING:
         lacks.append(
             f"rotary positions are scaled by {kind!a:.80}; here: {', '.join(ROTARY_SCALING)}"
@@ -923,7 +952,7 @@ def _scaling_numbers(
     length = next((config[n] for n in names if config.get(n) is not None), None)
     length = family.defaults["seq_length"] if length is None else length
     numbers: dict[str, Any] = {ORIGINAL: length} | rope
-    if "longrope" in family.scalings:  # Phi-3 has this field beside the others
+    if _original_outside(rope, config, family):
         numbers[ORIGINAL] = config.get(ORIGINAL, family.defaults["seq_length"])
     original = float(numbers[ORIGINAL])
     if kind in ("yarn", "longrope") and numbers.get("factor") is None:

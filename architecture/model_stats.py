@@ -90,7 +90,8 @@ def _mixer_parameters(model: ModelShape) -> int:
     if model.mixer != "attention":
         return mixer_stats.parameters(model)
     # The matrices of queries, keys and values and of the attention's output, and their biases.
-    attention = mixer_weights(model) + (model.qkv_width if model.qkv_bias else 0)
+    attention = mixer_weights(model)
+    attention += model.qkv_width + model.gate_width if model.qkv_bias else 0
     attention += model.hidden if model.bias else 0
     # With qk_norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
@@ -118,7 +119,7 @@ def mixer_matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
     h = model.hidden
     out = (h, model.attention_width, True)
     if not model.is_latent:
-        return [(model.qkv_width, h, True), out]
+        return [(model.qkv_width + model.gate_width, h, True), out]
     matrices = [(model.query_width, model.q_lora_rank or h, True)]
     if model.q_lora_rank:
         matrices.insert(0, (model.q_lora_rank, h, False))

@@ -145,6 +145,12 @@ class ModelShape:
         file_only=True,
         not_latent=True,
     )
+    attention_gate: bool = option(
+        False,
+        "a sigmoid gate of each column of attention's result, from the block's input",
+        file_only=True,
+        not_latent=True,
+    )
     attention_softcap: float = option(
         0.0,
         "soft cap c of attention scores x: c tanh(x / c); 0: none",
@@ -188,6 +194,7 @@ class ModelShape:
         "blocks with the mixer: all, N:M (N with, then M with attention), or a list 1,1,0,...",
         needs=MIXER,
         file_only=True,
+        example="1:1",
     )
     mixer_key_heads: int = option(
         None,
@@ -195,6 +202,7 @@ class ModelShape:
         minimum=1,
         needs=MIXER,
         file_only=True,
+        example=4,
     )
     mixer_value_heads: int = option(
         None,
@@ -202,6 +210,7 @@ class ModelShape:
         minimum=1,
         needs=MIXER,
         file_only=True,
+        example=16,
     )
     mixer_key_size: int = option(
         None,
@@ -209,6 +218,7 @@ class ModelShape:
         minimum=1,
         needs=MIXER,
         file_only=True,
+        example=6,
     )
     mixer_value_size: int = option(
         None,
@@ -216,6 +226,7 @@ class ModelShape:
         minimum=1,
         needs=MIXER,
         file_only=True,
+        example=6,
     )
     mixer_kernel: int = option(
         4,
@@ -231,11 +242,12 @@ class ModelShape:
         file_only=True,
     )
     mixer_norm_eps: float = option(
-        None,
-        "epsilon of the norm of the mixer's heads, default: norm_eps",
+        0.0,
+        "epsilon of the norm of the mixer's heads; 0: norm_eps",
         minimum=0.0,
-        needs=MIXER,
+        needs=Needs(("mixer",), ("gated_delta_net", "kda", "mamba2"), is_key=True),
         file_only=True,
+        example=1e-3,
     )
     mixer_negative: bool = option(
         False,
@@ -356,7 +368,6 @@ class ModelShape:
             "mixer_key_heads": value_heads,
             "mixer_key_size": size,
             "mixer_value_size": size,
-            "mixer_norm_eps": self.norm_eps,
         }
         return head | widths | experts | attention | mixer | {"qkv_bias": bias}
 
@@ -405,6 +416,11 @@ class ModelShape:
     def qkv_width(self) -> int:
         """The columns of queries, keys and values together, as attention's kernels take them."""
         return (self.heads + 2 * self.kv_heads) * self.kernel_head_size
+
+    @property
+    def gate_width(self) -> int:
+        """The columns of attention's gates, as many as of its result; 0 without them."""
+        return self.attention_width if self.attention_gate else 0
 
     @property
     def up_matrices(self) -> int:

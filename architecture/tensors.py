@@ -175,7 +175,8 @@ def _attention_shapes(model: ModelShape) -> dict[str, tuple[Shape, int, bool]]:
     out: dict[str, tuple[Shape, int, bool]] = {"out": ((h,), model.attention_width, model.bias)}
     if not model.is_latent:
         g = model.kv_heads
-        qkv = (g, heads // g + 2, model.head_size)
+        gates = heads // g if model.attention_gate else 0
+        qkv = (g, heads // g + 2 + gates, model.head_size)
         return {"qkv": (qkv, h, model.qkv_bias)} | out
     latent = model.kv_lora_rank
     queries: dict[str, tuple[Shape, int, bool]]

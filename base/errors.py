@@ -4,8 +4,9 @@ Everything that reads input of the user (flags, files, data) raises `UserError`;
 print it with `exit_with`. `printable`, `nearest` and `number_ranges` are for the words of errors.
 
 Programs import this module first: it exits under a Python that is too old for other modules. The
-code before that exit runs under Python 3.6 too. From this import on, Ctrl-C ends a program without
-a traceback, after its `finally` blocks.
+code before that exit runs under Python 3.6 too. Then a program calls `begin_program`, from which on
+Ctrl-C ends it without a traceback, after its `finally` blocks. Who only imports modules, as a
+notebook does, calls nothing, and keeps the hooks, signals and streams of the process.
 
 Modules make half a million objects, torch's most of them, and keep them. A collection of garbage
 while they are imported finds nothing, nor does that at the end of Python: together they took a
@@ -38,18 +39,17 @@ NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 TURNS_TEXT = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 # The environment variable with the file into which a rank writes how it ends (`leave_end`).
 END_FILE = "TRINE_END_FILE"
+# What installs the packages that programs need: in a clone, and where `pip install` has put them.
 SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
+PLOTS = "a picture needs matplotlib, `pip install matplotlib`"
+if __name__.startswith("trine."):
+    SET_UP = "`pip install 'trine[train]'`"
+    PLOTS = "a picture needs matplotlib, `pip install 'trine[plots]'`"
 
 if sys.version_info < (3, 11):  # noqa: UP036
     is_old = f"error: Trine needs Python 3.11 or newer, and {sys.executable} is"
     sys.stderr.write(f"{is_old} {sys.version.split()[0]}: {SET_UP}\n")
     sys.exit(2)
-
-for stream in ("stdin", "stdout", "stderr"):
-    # A stream is None if the shell closed it (>&-). The next opened file would get its descriptor
-    # number, and so what is printed. /dev/null takes this number.
-    if getattr(sys, stream) is None:
-        setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115 (stays open on purpose)
 
 
 def _print_exception(kind: Any, error: Any, trace: Any) -> None:
@@ -66,10 +66,20 @@ def _end_by_interrupt(unraisable: Any) -> None:
     sys.__unraisablehook__(unraisable)
 
 
-# Ctrl-C may come at any moment, in the imports too: it is no error with a traceback.
-sys.excepthook = _print_exception
-sys.unraisablehook = _end_by_interrupt
-atexit.register(gc.freeze)  # the first to be registered is the last to run
+def begin_program() -> None:
+    """Prepare this process to be a program: hooks for Ctrl-C, streams that are open, a fast end.
+
+    Each program calls it first of all, in its `if __name__ == "__main__":`, and no module does.
+    """
+    for stream in ("stdin", "stdout", "stderr"):
+        # A stream is None if the shell closed it (>&-). The next opened file would get its
+        # descriptor number, and so what is printed. /dev/null takes this number.
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115 (stays open on purpose)
+    # Ctrl-C may come at any moment, in the imports too: it is no error with a traceback.
+    sys.excepthook = _print_exception
+    sys.unraisablehook = _end_by_interrupt
+    atexit.register(gc.freeze)  # the first to be registered is the last to run
 
 
 class UserError(Exception):
@@ -118,7 +128,16 @@ def installed(how: str = SET_UP) -> Iterator[None]:
     The program exits with status 2. how: the end of the line, which tells how to install. Ctrl-C
     ends the process at once: a package may make an error of its own of a KeyboardInterrupt. Garbage
     is not collected in the block, and no later collection looks at what the block has made.
+
+    In a process that is no program of ours (`begin_program`), such as a notebook, nothing of the
+    process changes, and the error is raised, a ModuleNotFoundError with that line.
     """
+    if sys.excepthook is not _print_exception:
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(_missing(error, how), name=error.name) from error
+        return
     collects = gc.isenabled()
     gc.disable()
     handler = signal.getsignal(signal.SIGINT)
@@ -129,7 +148,7 @@ def installed(how: str = SET_UP) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {how}"))
+        exit_with(UserError(_missing(error, how)))
     finally:
         gc.freeze()
         if collects:
@@ -137,6 +156,10 @@ def installed(how: str = SET_UP) -> Iterator[None]:
         # The block may have installed a handler of its own, as train.py does.
         if is_default and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, handler)
+
+
+def _missing(error: ModuleNotFoundError, how: str) -> str:
+    return f"{sys.executable} has no package {error.name!r}: {how}"
 
 
 @contextlib.contextmanager

@@ -35,6 +35,13 @@ def check_file(path: str | None) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
+def dead_link(path: str) -> str:
+    """Return that a path is a link to nothing, with its target; "" if it is no such link."""
+    if not os.path.islink(path) or os.path.exists(path):
+        return ""
+    return f"{path} is a link to {os.readlink(path)}, and nothing is there"
+
+
 def check_folder(flag: str, path: str) -> None:
     """Raise UserError if the folder `path` cannot be made, or if no file can be made in it.
 
@@ -44,6 +51,8 @@ def check_folder(flag: str, path: str) -> None:
     folder = os.path.abspath(path)
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
+    if there := dead_link(folder):
+        raise UserError(f"{flag} {path}: {there}")
     try:
         with tempfile.TemporaryFile(dir=folder), contextlib.suppress(FileNotFoundError):
             os.stat(path)  # OSError if a name is too long

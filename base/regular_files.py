@@ -17,13 +17,21 @@ from pathlib import Path
 MOST_OF_ROWS = 2**31  # the most bytes that are read of a file of JSON rows
 MOST_OF_TOKENIZER = 2**28  # the most bytes of a tokenizer.json
 MOST_OF_OBJECT = 2**26  # the most bytes that are read of a file with one JSON value
+# What Git checks out in place of a large file that was not fetched: how it begins, by which
+# program, and the command that fetches the file.
+POINTERS = (
+    (b"version https://git-lfs.github.com/spec/", "Git LFS", "git lfs pull"),
+    (b"/annex/objects/", "git-annex", "git annex get ."),
+)
+MOST_OF_POINTER = 1024  # the most bytes of a pointer, by the specification of Git LFS
 
 
 def open_regular(path: str | Path, follow: bool = True) -> io.FileIO:
     """Open a regular file to read its bytes.
 
     follow: whether `path` may be a link to a regular file. Raise OSError, without waiting, if the
-    path is a pipe, a socket, a device, a folder, or a link that is not followed.
+    path is a pipe, a socket, a device, a folder, or a link that is not followed; or if the file is
+    a pointer in place of one that was not fetched.
     """
 
     def opener(path: str, flags: int) -> int:
@@ -36,7 +44,9 @@ def open_regular(path: str | Path, follow: bool = True) -> io.FileIO:
         no_links = 0 if follow else os.O_NOFOLLOW
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | no_links)
         try:
-            _check_regular(os.fstat(descriptor), path)
+            status = os.fstat(descriptor)
+            _check_regular(status, path)
+            _check_fetched(descriptor, status, path)
         except OSError:
             os.close(descriptor)
             raise
@@ -49,6 +59,21 @@ def _check_regular(status: os.stat_result, path: str | Path) -> None:
     """Raise OSError if the status is not that of a regular file."""
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", path)
+
+
+def _check_fetched(descriptor: int, status: os.stat_result, path: str | Path) -> None:
+    """Raise OSError if the file is a pointer, which Git has in place of a file elsewhere."""
+    if status.st_size > MOST_OF_POINTER:
+        return
+    begin = os.pread(descriptor, MOST_OF_POINTER, 0)
+    for first, program, command in POINTERS:
+        if begin.startswith(first):
+            raise OSError(
+                errno.EINVAL,
+                f"it is a pointer of {program} of {status.st_size} bytes, and the file itself was "
+                f"not fetched: run `{command}` in its folder",
+                path,
+            )
 
 
 def read_regular(path: str | Path, most: int = MOST_OF_OBJECT) -> bytes:

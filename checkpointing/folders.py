@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.errors import UserError
+from base.paths import dead_link
 from checkpointing.file_format import (
     INDEX,
     RECORD,
@@ -93,6 +94,8 @@ def _what_is_there(folder: str) -> str:
     If the folder has weights of Hugging Face, the text names the command that imports them.
     """
     if not os.path.isdir(folder):
+        if there := dead_link(folder):
+            return there
         return "it is a file" if os.path.lexists(folder) else "there is no such folder"
     names = os.listdir(folder)
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):

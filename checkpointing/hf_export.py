@@ -13,6 +13,7 @@ file and one tensor as it was saved; an import holds one tensor.
     model_shape(config, where)   our shape for their config.json
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -33,6 +34,7 @@ from architecture.shape import ModelShape
 from architecture.tensors import canonical_shapes, check_shapes, compare
 from base.errors import UserError
 from checkpointing import file_format, model_record
+from checkpointing.hf_buffers import check_buffers, is_buffer, largest_difference
 from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
 from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
@@ -394,18 +396,36 @@ def _write_safetensors(
 ) -> None:
     """Convert the tensors of a group of rules and write them, as `dtype`, to the file `path`.
 
-    All tensors of the group are in memory at the same time.
+    All tensors of the group are in memory at the same time. Raise UserError if a value is beyond
+    the largest of its type.
     """
     tensors = {}
     for rule in group:
         ours = torch.from_numpy(index.read_whole(kind, rule.name))
-        ours = ours.to(torch.promote_types(dtype, torch.float32) if rule.exact else dtype)
+        their_type = torch.promote_types(dtype, torch.float32) if rule.exact else dtype
+        ours = _cast(ours, their_type, rule.theirs[0] if rule.theirs else rule.name)
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
     # safetensors gives the file rights for its owner only: set the rights of an ordinary new file.
     os.chmod(path, 0o666 & ~_umask())
     file_format.flush(path)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor in another type; UserError, with its name, if a value becomes infinite."""
+    cast = tensor.to(dtype)
+    beyond = cast.isinf() & tensor.isfinite()
+    if not beyond.any():
+        return cast
+    value = float(tensor[beyond].abs().max())
+    limit = torch.finfo(dtype).max
+    their_type = str(dtype).removeprefix("torch.")
+    raise UserError(
+        f"{int(beyond.sum()):,} of {tensor.numel():,} values of {name} are beyond the largest "
+        f"number of {their_type}, {limit:,.6g}; the largest is {value:,.6g}: export without "
+        "--dtype, in the checkpoint's own type, or with --dtype bf16"
+    )
 
 
 def _umask() -> int:
@@ -439,20 +459,27 @@ def import_weights(
     The checkpoint has fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. It also holds
     what the model is beyond its shape (model_record.py). Return the model's shape. note: is called
     with lines on what is not read or not kept. Raise UserError if a file is missing, if
-    Trine does not have such a model, or if a weight is not finite. Called by `checkpoint.py
-    import`.
+    Trine does not have such a model, if a weight is not finite, or if a tensor is left over that is
+    not what the model gives it (hf_buffers.py). Called by `checkpoint.py import`.
     """
     config = _read_json(source, "config.json")
     where = os.path.join(source, "config.json")
     model = model_shape(config, where)
     record = _record_of(source, config, where)
-    slices = _open_tensors(source)
+    slices, files = _open_tensors(source)
     # A hostile file may give billions of layers: refuse it before `rules` lists their tensors.
     if model.layers > len(slices):
         raise UserError(f"{source} has {len(slices)} tensors, too few for {model.layers} layers")
-    all_rules = rules(model, families.family_in(config, where).name)
+    family = families.family_in(config, where)
+    lines = list(_notes(source, config, record, where, files))
+    model, line = _with_own_head(source, slices, model, family)
+    lines += [line] if line else []
+    all_rules = rules(model, family.name)
     tensors = _match(source, slices, all_rules)
+    check_buffers(source, slices, model)
     types = {tensor.get_dtype() for tensor in tensors.values()}
+    if not types <= {"F64", "F32", "F16", "BF16"}:
+        raise UserError(f"{source} has tensors of {', '.join(sorted(types))}; floats are needed")
     dtype = "float64" if "F64" in types else "float32"
 
     def shape_of(rule: Rule) -> tuple[int, ...]:
@@ -481,7 +508,7 @@ def import_weights(
     imported_from = os.path.basename(os.path.normpath(source))
     contents = Contents(model, shapes, dtype, record, {"imported_from": imported_from})
     write_checkpoint(target, contents, tensors_of_trine())
-    for line in _notes(source, config, record, where):
+    for line in lines:
         note(line)
     return model
 
@@ -504,14 +531,18 @@ def _record_of(source: str, config: dict[str, Any], where: str) -> ModelRecord:
     return model_record.from_config(config, generation, files, length, where)
 
 
-def _notes(source: str, config: dict[str, Any], record: ModelRecord, where: str) -> Iterator[str]:
-    """Yield lines on what an import keeps without reading, and what it leaves."""
+def _notes(
+    source: str, config: dict[str, Any], record: ModelRecord, where: str, weights: list[str]
+) -> Iterator[str]:
+    """Yield lines on what an import keeps without reading, and what it leaves.
+
+    weights: the names of the files whose tensors are read.
+    """
     if unread := families.unread(config, where):
         yield f"{where} has fields that are kept and change nothing here: {', '.join(unread)}"
-    known = {"config.json", model_record.GENERATION, INDEX, *record.files}
+    known = {"config.json", model_record.GENERATION, INDEX, *record.files, *weights}
     known |= {os.path.dirname(name) for name in record.files}
-    names = (name for name in os.listdir(source) if not name.endswith(".safetensors"))
-    if others := sorted(name for name in names if name not in known):
+    if others := sorted(name for name in os.listdir(source) if name not in known):
         yield f"not taken from {source}: {', '.join(others)}"
 
 
@@ -540,21 +571,54 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
     return families.read_object(_path_in(folder, name), file_format.open_regular)
 
 
-# An import ignores tensors whose names end in one of these texts, unless a rule needs them.
-# transformers saved buffers of GPT-2 and GPT-NeoX, such as causal masks, and the matrix of the head
-# even where it is the embedding's.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-_IGNORED = (*_BUFFERS, ".rotary_emb.inv_freq", "lm_head.weight", "embed_out.weight")
 # Some versions of transformers wrote a tensor under another name: the key is the name in our rules,
 # the value the other name.
 _OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
-def _open_tensors(folder: str) -> dict[str, Any]:
-    """Return, by name, slices of safetensors for the tensors of a folder; they read when indexed.
+def _spelled(name: str, slices: dict[str, Any]) -> str | None:
+    """Return the name by which a folder has their tensor `name`; None if it does not have it."""
+    # Some files omit the first component of names, as in h.0.ln_1 for transformer.h.0.ln_1.
+    _, _, short_name = name.partition(".")
+    spellings = [name, short_name, _OTHER_NAMES.get(name, name)]
+    return next((spelling for spelling in spellings if spelling in slices), None)
+
+
+def _with_own_head(
+    source: str, slices: dict[str, Any], model: ModelShape, family: Family
+) -> tuple[ModelShape, str]:
+    """Return a model whose head is tied in config.json as the tensors have it, and a line about it.
+
+    Many folders have the tied head beside the embedding: an equal one is taken out of `slices`, and
+    one without an embedding gets its name there. If both are there and differ, the model has a head
+    of its own, as transformers loads it. Raise UserError if they have different shapes. The line is
+    empty if nothing is to be said.
+    """
+    names = [f"{family.modules[part][0]}.weight" for part in ("embedding.tokens", "head")]
+    embedding, head = (_spelled(name, slices) for name in names)
+    if not model.tied or head is None:
+        return model, ""
+    if embedding is None:  # the folder has the one matrix by the name of the head
+        slices[names[0]] = slices.pop(head)
+        return model, ""
+    shapes = [slices[name].get_shape() for name in (embedding, head)]
+    if shapes[0] != shapes[1] or len(shapes[0]) != 2:
+        raise UserError(f"{source}: {embedding} and {head}, tied, have the shapes {shapes}")
+    difference = largest_difference(slices[embedding], slices[head])
+    if difference == 0:
+        del slices[head]
+        return model, ""
+    return dataclasses.replace(model, tied=False), (
+        f"config.json ties the head to the embedding, but {head} differs from {embedding} by up to "
+        f"{difference:g}: imported with a head of its own (tied = false), as transformers loads it"
+    )
+
+
+def _open_tensors(folder: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors of a folder by name, slices that read when indexed, and their files.
 
     The weights are in a single file, or in several files with an index. Raise UserError if a file
-    is missing or damaged, or if a tensor has another type than floats.
+    is missing or damaged, or if two files have a tensor of the same name.
     """
     files = [SINGLE]
     if not os.path.lexists(os.path.join(folder, SINGLE)):
@@ -564,19 +628,29 @@ def _open_tensors(folder: str) -> dict[str, Any]:
         valid = [isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in files]
         if not files or not all(valid):
             raise UserError(f"{folder}/{INDEX} has no weight_map to files of this folder")
+    files = sorted(set(files))
     slices: dict[str, Any] = {}
-    for name in sorted(set(files)):
+    for name in files:
         path = _path_in(folder, name)
         try:
             file = safe_open(path, "pt")
             # `file` is no dictionary: only the list `keys()` of its tensors' names can be iterated.
-            slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    types = {tensor.get_dtype() for tensor in slices.values()}
-    if not types <= {"F64", "F32", "F16", "BF16"}:
-        raise UserError(f"{folder} has tensors of {', '.join(sorted(types))}; floats are needed")
-    return slices
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"cannot read {path}: {reason}; it begins with {_begin(path)}"
+            ) from None
+        if twice := sorted(slices.keys() & found.keys()):
+            raise UserError(f"{path} has {twice[0]}, which another file of {folder} has too")
+        slices |= found
+    return slices, files
+
+
+def _begin(path: str) -> str:
+    """Return the first bytes of a file, as an error shows what it is instead of tensors."""
+    with file_format.open_regular(path) as file:
+        return repr(file.read(32))[1:]
 
 
 def _check_no_pickles(folder: str) -> None:
@@ -601,20 +675,17 @@ def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[s
     """Return the tensors that the rules need, by their names in the rules.
 
     slices: all tensors, by their names in the files; the tensors that are needed are removed. Raise
-    UserError if a tensor is missing, or if a tensor is left whose name does not end as in _IGNORED.
+    UserError if a tensor is missing, or if one is left that is no buffer.
     """
     tensors = {}
     missing = []
     for name in sorted(name for rule in all_rules for name in rule.theirs):
-        # Some files omit the first component of names, as in h.0.ln_1 for transformer.h.0.ln_1.
-        _, _, short_name = name.partition(".")
-        spellings = [name, short_name, _OTHER_NAMES.get(name, name)]
-        name_in_file = next((spelling for spelling in spellings if spelling in slices), None)
+        name_in_file = _spelled(name, slices)
         if name_in_file is None:
             missing.append(name)
         else:
             tensors[name] = slices.pop(name_in_file)
-    surplus = sorted(name for name in slices if not name.endswith(_IGNORED))
+    surplus = sorted(name for name in slices if not is_buffer(name))
     if missing or surplus:
         raise UserError(
             f"{folder} lacks {len(missing)} tensors of its model {missing[:3]} and has "

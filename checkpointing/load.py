@@ -38,6 +38,7 @@ from config.command_line import make_model
 from config.inherited import of_the_run
 from config.phases import changes, from_saved
 from config.schema import EMA, Config
+from config.timeline import Timeline
 from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
@@ -232,7 +233,7 @@ class Loader:
         training = self.config.training
         self.print_line(
             f"{folder} is of torch's Muon, in bf16, with q, k and v, and gate and up, as one "
-            f"matrix; its momentum goes on with --muon-qkv {training.muon_qkv} and --muon-dtype "
+            f"matrix; its momentum goes on with muon_qkv {training.muon_qkv} and muon_dtype "
             f"{training.muon_dtype}, so updates are not those of before"
         )
 
@@ -302,7 +303,7 @@ class Loader:
         if plans := changes(before_plan, self.config.plan):
             self.print_line(f"phases that changed: {'; '.join(plans)}")
         before = index.attributes("data").get("total_samples")
-        total = self.config.total_samples
+        total = Timeline(self.config).total_samples
         if before is not None and before != total:
             self.print_line(
                 f"the run now has {total} samples in all, {before} before: the learning rate goes "

@@ -44,6 +44,7 @@ from checkpointing.state import (
 from checkpointing.writer import HostBuffers, PendingSave, Saves, Writer, origin
 from config.past import to_text
 from config.schema import Config
+from config.timeline import Timeline
 from data import Samples
 from distributed.collectives import MAX
 from distributed.context import Context
@@ -552,19 +553,20 @@ class Checkpointer:
     def _attributes(self, progress: Progress) -> Attributes:
         """Return the attributes of index.h5 by group, then by name. Called on rank 0 only."""
         config = self.config
+        timeline = Timeline(config)
         data = {
             "seed": self.config.training.seed,
             "fingerprint": fingerprint(self.samples, progress.consumed_samples),
             "usage": progress.usage.text(),
             # A resume has to know this of the run (config/past.py).
             "past": to_text(
-                config.past.with_start(config.batches),
-                config.ordered,
+                config.past.with_start(timeline.batches),
+                timeline.ordered,
                 config.past.run,
-                tuple(s.begun() for s in config.phases if s.samples < progress.consumed_samples),
+                tuple(s.begun() for s in timeline.phases if s.samples < progress.consumed_samples),
                 config.past.branch,
             ),
-            "total_samples": config.total_samples,
+            "total_samples": timeline.total_samples,
         }
         return {
             "model": dataclasses.asdict(self.config.model),

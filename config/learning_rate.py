@@ -1,14 +1,15 @@
 """The learning rate of every step, as a function of what was done before it. Pure arithmetic.
 
 learning_rate(training, samples, total, batch)     by the options of a run, in samples
-rate_at(config, consumed, skipped, batch)          the same, or by the phases of the run
+rate_at(timeline, consumed, skipped, batch)        the same, or by the phases of the run
 """
 
 import math
 from dataclasses import dataclass
 
+from config.phases import PlacedPhase
 from config.run_options import Training
-from config.schema import Config
+from config.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def curve_of_run(training: Training, total: int, unit: int) -> Curve:
     )
 
 
-def rate_at(config: Config, consumed: int, skipped: int, batch: int) -> float:
+def rate_at(timeline: Timeline, consumed: int, skipped: int, batch: int) -> float:
     """Return the rate of the step on `batch` samples that begins after `consumed` samples.
 
     skipped: how many of them were in steps that changed no weight; these do not count without
@@ -96,32 +97,40 @@ def rate_at(config: Config, consumed: int, skipped: int, batch: int) -> float:
     schedule of its own goes by its own tokens; other phases by the run's options, whose samples are
     of --seq-length tokens, over the tokens of the whole run.
     """
-    training = config.training
-    phase = config.phase_at(consumed)
-    if phase is None:
-        return learning_rate(training, consumed - skipped, config.total_samples, batch)
+    span = timeline.span_at(consumed)
     # With one length of samples for all phases the unit is a sample, and rates are bit for bit
     # those of the run without phases.
-    unit = math.gcd(config.model.seq_length, *(other.length for other in config.phases))
-    step = batch * phase.length // unit
-    total = config.tokens_at(config.total_samples)
-    if not phase.settings.has_rate:
-        curve = curve_of_run(training, total // unit, config.model.seq_length // unit)
-        return curve.rate(config.tokens_at(consumed) // unit, step)
+    length = timeline.config.model.seq_length
+    unit = math.gcd(length, *(other.length for other in timeline.spans))
+    step = batch * span.length // unit
+    tokens = timeline.tokens_at(consumed)
+    if span.phase is not None and span.phase.settings.has_rate:
+        curve = _curve_of_phase(timeline, span.phase, unit)
+        return curve.rate((tokens - span.tokens) // unit, step)
+    if span.phase is None:
+        tokens -= skipped * length
+    total = timeline.tokens_at(timeline.total_samples) // unit
+    curve = curve_of_run(timeline.config.training, total, length // unit)
+    return curve.rate(tokens // unit, step)
+
+
+def _curve_of_phase(timeline: Timeline, phase: PlacedPhase, unit: int) -> Curve:
+    """Return the schedule of a phase with keys about the rate. unit: of its lengths, in tokens."""
+    training = timeline.config.training
     own = phase.settings
-    later = [other.tokens for other in config.phases if other.tokens > phase.tokens]
-    end = max(min([*later, total]), phase.tokens)
+    later = [other.tokens for other in timeline.phases if other.tokens > phase.tokens]
+    end = max(min([*later, timeline.tokens_at(timeline.total_samples)]), phase.tokens)
     peak = training.lr if own.lr is None else own.lr
     low = own.min_lr
     if low is None:
         low = training.final_lr if own.lr is None else peak / 10
-    curve = Curve(
+    decay = own.lr_wsd_decay_tokens
+    return Curve(
         own.lr_schedule or "constant",
         peak,
         low,
         (own.lr_warmup_tokens or 0) // unit,
         (end - phase.tokens) // unit,
-        None if own.lr_wsd_decay_tokens is None else own.lr_wsd_decay_tokens // unit,
+        None if decay is None else decay // unit,
         own.lr_wsd_decay_style or training.lr_wsd_decay_style,
     )
-    return curve.rate((config.tokens_at(consumed) - phase.tokens) // unit, step)

@@ -3,8 +3,11 @@
 import os
 
 from base.errors import UserError
-from base.paths import check_folder
+from base.paths import check_folder, dead_link
 from config.schema import Config
+
+# Folders of a run that it makes in --out.
+MADE_BY_RUN = ("checkpoints", "tensorboard", "hang", "numerics", "after_save")
 
 
 def check_paths(config: Config) -> None:
@@ -15,7 +18,8 @@ def check_paths(config: Config) -> None:
     it, which the run makes.
     """
     run = config.run
-    check_folder("--out", run.out)
+    for folder in (run.out, *(os.path.join(run.out, name) for name in MADE_BY_RUN)):
+        check_folder("--out", folder)
     # Whether the run reads token files: then it keeps orders of their samples in the cache.
     reads = config.data.data != ("synthetic",) or config.data.eval_data
     if config.data.cache_folder and reads:
@@ -36,4 +40,5 @@ def check_paths(config: Config) -> None:
             "--record-routing and --pin-routing: a run writes the file or takes from it"
         )
     if run.resume not in (None, "auto") and not os.path.isdir(run.resume):
-        raise UserError(f"--resume {run.resume}: there is no such folder")
+        why = dead_link(os.path.normpath(run.resume)) or "there is no such folder"
+        raise UserError(f"--resume {run.resume}: {why}")

@@ -8,20 +8,15 @@ help text from these fields; validation.py checks which options go together. A `
 instance of each.
 """
 
-import bisect
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from architecture.shape import ModelShape
-from base.errors import UserError
 from base.options import Needs, option
-from config import batch_schedule as batches
-from config.batch_schedule import BatchSchedule, Level
 from config.past import Past
-from config.phases import PhasePlan, PlacedPhase, place
+from config.phases import PhasePlan
 from config.run_options import Data, Run, Training
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
@@ -64,11 +59,6 @@ class Layout:
         "pipeline schedule; auto: the fastest that needs at most 1.1 times 1F1B's memory",
         choices=SCHEDULES,
     )
-    schedule_costs: str = option(
-        "planned",
-        "costs of passes for --schedule auto: planned, measured when the run starts, or six "
-        "numbers in microseconds: F, B, W of a block and of the head",
-    )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2
     )
@@ -91,7 +81,7 @@ class Layout:
         None, "recompute only the first N blocks of each stage, default: all", minimum=0
     )
     recompute_blocks: str = option(
-        None, "as --recompute-layers, with a number for each stage: N,N,..."
+        None, "as --recompute-layers, with a number for each stage: N,N,...", file_only=True
     )
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
@@ -99,16 +89,21 @@ class Layout:
     overlap_param_gather: bool = option(
         None,
         "all-gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2",
+        file_only=True,
     )
     sync_each_batch: bool = option(
         True,
-        "--zero 3: reduce-scatter gradients in every micro-batch; no: accumulate them, reduce once",
+        "--zero 3: reduce-scatter gradients in every micro-batch; false: sum them, reduce once",
+        file_only=True,
     )
     reshard_after_forward: bool = option(
         True,
-        "--zero 3: free all-gathered weights after a forward pass; no: keep them for the backward",
+        "--zero 3: free gathered weights after a forward pass; false: keep them for the backward",
+        file_only=True,
     )
-    pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
+    pad_vocab_multiple: int = option(
+        128, "pad vocabulary to a multiple of this x tp", minimum=1, file_only=True
+    )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -151,9 +146,13 @@ class Layout:
                 chosen[name] = on_gpu and is_possible
         return dataclasses.replace(self, **chosen)
 
+    def micro_batches(self, batch: int) -> int:
+        """Return the number of micro-batches of a replica in a step on `batch` samples."""
+        return batch // (self.micro_batch_size * self.dp)
+
     @property
     def recomputed_of_stage(self) -> tuple[int, ...] | None:
-        """The recomputed blocks of each stage by --recompute-blocks; None if it is not given."""
+        """The recomputed blocks of each stage by recompute_blocks; None if it is not given."""
         text = self.recompute_blocks
         return None if text is None else tuple(map(int, text.split(",")))
 
@@ -186,141 +185,12 @@ class Config:
     # The phases of --phases; None: the options hold for all of the run.
     plan: PhasePlan | None = None
 
-    @cached_property
-    def batches(self) -> BatchSchedule:
-        """The sizes of the run's global batches; UserError if the options are inconsistent."""
-        if self.plan is None:
-            return batch_schedule(self.training, self.model.seq_length)
-        starts = [(phase.samples, phase.batch) for phase in self.phases]
-        return batches.joined(starts)
-
-    @cached_property
-    def phases(self) -> tuple[PlacedPhase, ...]:
-        """The phases of the run, with their places; () without --phases.
-
-        UserError if they contradict what is over.
-        """
-        if self.plan is None:
-            return ()
-        size = self.training.global_batch_size
-        return place(self.plan, self.past, self.data.data, self.model.seq_length, size)
-
-    def phase_at(self, samples: int) -> PlacedPhase | None:
-        """Return the phase of the sample with this number in the run; None without --phases."""
-        phases = self.phases
-        later = bisect.bisect_right(phases, samples, key=lambda phase: phase.samples)
-        return phases[later - 1] if phases else None
-
-    def length_at(self, samples: int) -> int:
-        """Return the tokens of the sample with this number in the run."""
-        phase = self.phase_at(samples)
-        return phase.length if phase else self.model.seq_length
-
-    def model_at(self, samples: int) -> ModelShape:
-        """Return the model with the sample length of the step that begins at this sample."""
-        length = self.length_at(samples)
-        if length == self.model.seq_length:
-            return self.model
-        return dataclasses.replace(self.model, seq_length=length)
-
-    def tokens_at(self, samples: int) -> int:
-        """Return the tokens of the run before the sample with this number."""
-        phase = self.phase_at(samples)
-        return phase.tokens_at(samples) if phase else samples * self.model.seq_length
-
-    @property
-    def lengths(self) -> list[int]:
-        """The numbers of tokens that samples of this start and later ones have, ascending."""
-        return sorted({s.length for s in self.phases_left} or {self.model.seq_length})
-
-    @property
-    def phases_left(self) -> tuple[PlacedPhase, ...]:
-        """The phases that this start and later ones train; () without --phases."""
-        now = self.phase_at(self.past.samples)
-        return self.phases[self.phases.index(now) :] if now else ()
-
-    @property
-    def levels(self) -> list[Level]:
-        """The levels (steps with one batch size) from --begin-at-samples to --stop-at-samples.
-
-        A resumed run has those from its checkpoint on: at least the one there, even if no step is
-        left to do.
-        """
-        run = self.run
-        past = self.past
-        levels = [
-            dataclasses.replace(level, first_step=level.first_step + past.step)
-            for level in self.batches.levels(past.samples)
-        ]
-        return batches.between(levels, run.begin_at_samples, run.stop_at_samples) or levels[:1]
-
-    @cached_property
-    def skipped(self) -> list[tuple[int, int]]:
-        """Ranges [A, B) of samples that no step trains on; UserError if they are malformed."""
-        return batches.parse_ranges(self.data.skip_samples or ()) + [*self.passed_over]
-
-    def passes_over(self, first: int, count: int) -> bool:
-        """Return whether the step on `count` samples from sample `first` on has to be skipped."""
-        return any(a < first + count and first < b for a, b in self.skipped)
-
     def with_precision(self, automatic: str) -> "Config":
         """Return the run with --precision auto replaced by `automatic`, a name such as bf16."""
         if self.training.precision != "auto":
             return self
         training = dataclasses.replace(self.training, precision=automatic)
         return dataclasses.replace(self, training=training)
-
-    @property
-    def total_samples(self) -> int:
-        """The samples of the whole run: those of the past, and those of the steps that are left.
-
-        With --train-samples an incomplete last batch is not read.
-        """
-        if self.training.steps is not None:
-            return self.past.consumed(self.training.steps, self.batches)
-        if self._end_tokens is not None:
-            last = self.phases[-1]
-            steps = max(0, self._end_tokens - last.tokens) // (last.length * last.batch)
-            begin = last.samples
-            if last.is_begun:  # whole steps after those that are done, of whatever size they were
-                begin = self.past.samples
-                left = max(0, self._end_tokens - last.tokens_at(begin))
-                steps = left // (last.length * last.batch)
-            return begin + steps * last.batch
-        return self.training.train_samples
-
-    @property
-    def total_steps(self) -> int:
-        """The number of the run's last step; an incomplete last batch is no step."""
-        if self.training.steps is not None:
-            return self.training.steps
-        return self.past.step + self.batches.steps(self.total_samples, self.past.samples)
-
-    @property
-    def _end_tokens(self) -> int | None:
-        """The tokens at which a run with --phases ends; None if --train-samples says the end."""
-        if self.plan is None or self.training.train_samples is not None:
-            return None
-        return self.plan.train_tokens
-
-    @property
-    def ordered(self) -> tuple[int, ...]:
-        """For how many samples the order of training samples is made, and then continued.
-
-        The last number or one before it is at least `total_samples` (Past.ordered).
-        """
-        if self.plan is not None:
-            # Phases do not read in orders of a number of samples, but what a run has read before it
-            # had phases is in one, and goes on in it up to the first phase.
-            if not self.past.ordered:
-                return ()
-            ends = [phase.samples for phase in self.phases[1:2]]
-            return self.past.with_order(min([self.total_samples, *ends]))
-        return self.past.with_order(self.total_samples)
-
-    def micro_batches(self, batch: int) -> int:
-        """Return the number of micro-batches of a replica in a step on `batch` samples."""
-        return batch // (self.layout.micro_batch_size * self.layout.dp)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all options as nested dictionaries, for run.json."""
@@ -333,27 +203,3 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 def all_options() -> dict[str, dataclasses.Field[Any]]:
     """Return the declaration of every option, a dataclass field, by the option's name."""
     return {field.name: field for group in GROUPS.values() for field in dataclasses.fields(group)}
-
-
-def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
-    """Return the batch sizes by the options; UserError if they are inconsistent.
-
-    seq_length: the tokens of a sample, because --batch-schedule counts tokens. Without a ramp-up
-    and without --batch-schedule every step has --global-batch-size samples.
-    """
-    size = training.global_batch_size
-    steps = training.batch_schedule
-    if training.rampup_batch_size and steps:
-        raise UserError("give one of --rampup-batch-size and --batch-schedule; both were given")
-    if training.rampup_batch_size:
-        start, increment, samples = training.rampup_batch_size
-        return batches.ramp(start, increment, samples, size)
-    if not steps:
-        return BatchSchedule(((0, size),))
-    _, last_size = batches.parse_steps(steps)[-1]
-    if last_size != size:
-        raise UserError(
-            f"global-batch-size({size}) is not the last of --batch-schedule "
-            f"{' '.join(map(str, steps))}: leave it out"
-        )
-    return batches.by_tokens(steps, seq_length)

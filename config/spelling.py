@@ -19,6 +19,7 @@ or a path.
 """
 
 import argparse
+import dataclasses
 import difflib
 import re
 import tomllib
@@ -33,6 +34,9 @@ from base.cli import Parser
 from base.errors import UserError, nearest
 from config import batch_schedule
 from config.past import Past
+from config.run_lengths import has_end
+from config.schema import Config
+from config.timeline import Timeline
 
 NAMES = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
 # A word of the command line that begins so is a flag; a negative number, such as -1, is a value.
@@ -48,7 +52,7 @@ class Translation:
     instead: list[str] = field(default_factory=list)  # a sentence per option without effect here
     # Numbers of iterations that `finish` turns into samples, by the name of our option.
     iterations: dict[str, float] = field(default_factory=dict)
-    # The warm-up as a share of the samples of the learning rate's decay; None: it was not given.
+    # The warm-up as a share, for `with_warmup`; None: it was not given.
     warmup_fraction: float | None = None
 
     @property
@@ -58,7 +62,7 @@ class Translation:
         return ([f"Megatron's names: {names}"] if names else []) + self.instead
 
     def finish(self, values: dict[str, Any], past: Past) -> dict[str, Any]:
-        """Return the options with numbers of samples in place of iterations and shares.
+        """Return the options with numbers of samples in place of iterations.
 
         values: the options by name. Some options count iterations in Megatron-LM and samples here.
         An iteration counts --global-batch-size samples, even during a ramp-up, as in Megatron-LM.
@@ -67,22 +71,28 @@ class Translation:
         """
         if "--num-experts" in self.ours and "bias" not in values:
             values = values | {"bias": True}  # as theirs; experts here have none, which is refused
-        if not self.iterations and self.warmup_fraction is None:
+        if not self.iterations:
             return values
         steps = values.get("batch_schedule")
         size = values.get("global_batch_size")
         if size is None:  # the default: the last size of --batch-schedule, or 8
             size = batch_schedule.parse_steps(tuple(steps))[-1][1] if steps else 8
         samples = {n: past.samples_of_iterations(i, size) for n, i in self.iterations.items()}
-        finished = values | samples
-        if self.warmup_fraction is not None:
-            total = values.get("train_samples") or past.samples_of_iterations(
-                values.get("steps") or 0, size
-            )
-            # Unless it was given, the learning rate's decay lasts for the whole run.
-            decay = finished.get("lr_decay_samples", total)
-            finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
-        return finished
+        return values | samples
+
+    def with_warmup(self, config: Config, given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+        """Return the run and the given options with the warm-up that --lr-warmup-fraction asks for.
+
+        It is a share of --lr-decay-samples, or of the samples that the run consumes.
+        """
+        if self.warmup_fraction is None:
+            return config, given
+        length = config.training.lr_decay_samples
+        if length is None:
+            length = Timeline(config).total_samples if has_end(config) else 0
+        warmup = round(self.warmup_fraction * length)
+        training = dataclasses.replace(config.training, lr_warmup_samples=warmup)
+        return dataclasses.replace(config, training=training), given | {"lr_warmup_samples": warmup}
 
     def check_meaning(self, model: ModelShape, given: Collection[str]) -> None:
         """Note, or refuse, translated options that mean something else beside other options.
@@ -130,17 +140,24 @@ def translate(words: list[str]) -> Translation:
         names[flag.replace("--no-", "--")] = flag
     for attribute, values in vars(given).items():
         name = attribute.replace("_", "-")
-        flag, *our_values = _our_words(name, values, translation) or [""]
-        if not flag:  # the option adds no words to our command line
+        our_words = _our_words(name, values, translation)
+        option = our_words[0].replace("--no-", "--") if our_words else _counted(name)
+        if not option:  # it has no effect here
             continue
-        option = flag.replace("--no-", "--")
-        if flag == "--set":
-            option = our_values[0].partition("=")[0]
+        if option == "--set":
+            option = our_words[1].partition("=")[0]
         if option in names:
             raise UserError(f"{names[option]} and --{name} are one option, {option}: give one")
         names[option] = f"--{name}"
-        translation.words += [flag, *our_values]
+        translation.words += our_words
     return _resumed(translation)
+
+
+def _counted(name: str) -> str:
+    """Return our flag that `finish` or `with_warmup` sets by one of theirs; "" for another name."""
+    ours = NAMES["iterations"].get(name, "")
+    ours = "lr-warmup-samples" if name == "lr-warmup-fraction" else ours
+    return ours and f"--{ours}"
 
 
 def _with_dashes(word: str) -> str:
@@ -187,7 +204,9 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
         return []
     if name == "lr-warmup-fraction":
         translation.warmup_fraction = _number(name, values)
-        translation.ours[flag] = "--lr-warmup-samples (times --lr-decay-samples)"
+        if translation.warmup_fraction > 1:
+            raise UserError(f"{flag} is a share of the run from 0 to 1, not {' '.join(values)}")
+        translation.ours[flag] = "--lr-warmup-samples (times --lr-decay-samples, or the run's)"
         return []
     if name in NAMES["words"]:  # such as fp16, which is "--precision fp16" here
         translation.ours[flag] = NAMES["words"][name]

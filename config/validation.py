@@ -6,9 +6,7 @@ Messages show both values that do not fit, such as "tp(3) does not divide heads(
 Read schema.py, which has the options, before this file.
 """
 
-import contextlib
 import dataclasses
-import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -18,8 +16,10 @@ from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
 from base.options import Needs, as_typed
 from config.phases import prefixes_of
+from config.run_lengths import check_rate
 from config.run_options import Run, parse_eval_sets, parse_task_files
 from config.schema import ELEMENTWISE, Config, Layout, Training
+from config.timeline import Timeline
 
 
 def check(config: Config, ranks: int, name: str = "ranks") -> Config:
@@ -31,9 +31,10 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
-    check_batches(config)
-    _check_phases(config)
-    _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
+    timeline = Timeline(config)
+    check_batches(timeline)
+    _check_phases(timeline)
+    _ = timeline.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     parse_eval_sets(config.data.eval_data or ())
     parse_task_files(config.data.eval_tasks or ())
@@ -43,8 +44,8 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     _check_recomputed_counts(layout, config.model.layers)
     _check_auto(layout)
     _check_precision(config.training)
-    _check_length(config)
-    _check_run(config.run, config.total_steps)
+    _check_length(timeline)
+    _check_run(config.run, timeline.total_steps)
     if config.run.audit_every:
         _check_audits(config)
     return config
@@ -171,6 +172,8 @@ def _check_mixer(model: ModelShape) -> None:
 def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tp, or cp with --cp-mixer heads, cannot divide the heads of a mixer."""
     if model.mixer == "attention":
+        if layout.cp_mixer == "heads":
+            raise UserError("--cp-mixer heads is of blocks with a mixer, but mixer is attention")
         return
     tp, heads, name = layout.tp, model.mixer_key_heads, "mixer_key_heads"
     if model.mixer == "short_conv":
@@ -347,7 +350,6 @@ def _uncut(layout: Layout, length: int) -> str:
 
 def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
-    explicit_costs(layout)  # raises UserError if --schedule-costs is malformed
     name = layout.schedule
     virtual = layout.virtual_stages
     if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
@@ -359,35 +361,12 @@ def _check_schedule(layout: Layout) -> None:
         )
 
 
-def explicit_costs(layout: Layout) -> list[float] | None:
-    """Return the six seconds of --schedule-costs, or None for planned and measured.
-
-    They are the seconds of F, B and W (forward, gradient of the input, gradient of the weights) of
-    a block, then of the head; the option has microseconds. Raise UserError for any other text.
-    """
-    text = layout.schedule_costs
-    if text in ("planned", "measured"):
-        return None
-    with contextlib.suppress(ValueError):
-        costs = [1e-6 * float(part) for part in text.split(",")]
-        if len(costs) == 6 and all(0 < cost < math.inf for cost in costs):
-            return costs
-    went = ": the planner's seconds (planned) replace counted FLOPs" if text == "counted" else ""
-    raise UserError(
-        "--schedule-costs is planned, measured, or six numbers above 0 like 11,13,8,26,17,16, "
-        f"not {text!r}{went}"
-    )
-
-
 def _check_auto(layout: Layout) -> None:
     """Raise UserError if options of --schedule auto do not go with the schedule."""
     name = layout.schedule
-    costs = layout.schedule_costs
-    if name != "auto" and costs != "planned":
-        raise UserError(f"--schedule-costs {costs} needs --schedule auto, not {name}")
     if name == "auto" and layout.recompute_blocks is not None:
         raise UserError(
-            f"--recompute-blocks {layout.recompute_blocks} is about given stages, and --schedule "
+            f"recompute_blocks {layout.recompute_blocks} is about given stages, and --schedule "
             "auto chooses them: give --recompute-layers, or a schedule with a name"
         )
 
@@ -396,18 +375,16 @@ def _check_recomputed(layout: Layout) -> None:
     """Raise UserError if the number of blocks to recompute does not go with the layout."""
     number = layout.recompute_layers
     text = layout.recompute_blocks
-    given = f"--recompute-layers {number}" if text is None else f"--recompute-blocks {text}"
+    given = f"--recompute-layers {number}" if text is None else f"recompute_blocks {text}"
     if layout.recompute == "none" and (number is not None or text is not None):
         raise UserError(f"{given} needs --recompute selective or full")
     if text is None:
         return
     if number is not None:
-        raise UserError(
-            f"give --recompute-layers({number}) or --recompute-blocks({text}), not both"
-        )
+        raise UserError(f"give --recompute-layers({number}) or recompute_blocks({text}), not both")
     count = len(text.split(","))
     if not all(part.isdecimal() for part in text.split(",")):
-        raise UserError(f"--recompute-blocks is a list like 3,2,1,0, not {text!r}")
+        raise UserError(f"recompute_blocks is a list like 3,2,1,0, not {text!r}")
     if count != layout.stages:
         raise UserError(f"{given} has {count} stages, but the layout has {layout.stages}")
 
@@ -420,7 +397,7 @@ def _check_recomputed_counts(layout: Layout, layers: int) -> None:
         raise UserError(f"--recompute-layers {number} is more than the model has: layers({layers})")
     if counts is None:
         return
-    given = f"--recompute-blocks {layout.recompute_blocks}"
+    given = f"recompute_blocks {layout.recompute_blocks}"
     if sum(counts) > layers:
         raise UserError(f"{given} recomputes {sum(counts)} blocks, but layers is {layers}")
     for stage, blocks in enumerate(explicit_partition(layout, layers) or ()):
@@ -467,20 +444,21 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
         )
 
 
-def check_batches(config: Config) -> None:
+def check_batches(timeline: Timeline) -> None:
     """Raise UserError for the first batch size of this start that the layout cannot divide."""
-    for level in config.levels:
+    for level in timeline.levels:
         name = "global-batch-size"
         when = ""
         if level.consumed or level.steps:  # one of several batch sizes: say when it begins
             name = "batch"
             when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
-        check_batch(config.layout, name, level.batch, when)
+        check_batch(timeline.config.layout, name, level.batch, when)
 
 
-def _check_phases(config: Config) -> None:
+def _check_phases(timeline: Timeline) -> None:
     """Raise UserError if the phases of --phases cannot be trained as they are."""
-    for phase in config.phases_left:
+    config = timeline.config
+    for phase in timeline.phases_left:
         when = f" of phase {phase.name}"
         check_cut(config.layout, phase.length, when)
         words = " ".join(map(str, phase.data))
@@ -502,8 +480,8 @@ def _check_phases(config: Config) -> None:
         peak = training.lr if own.lr is None else own.lr
         if own.min_lr is not None and own.min_lr > peak:
             raise UserError(f"phase {phase.name}: min_lr({own.min_lr:g}) is above lr({peak:g})")
-    if len(config.lengths) > 1 and config.run.routing_file:
-        lengths = ", ".join(map(str, config.lengths))
+    if len(timeline.lengths) > 1 and config.run.routing_file:
+        lengths = ", ".join(map(str, timeline.lengths))
         raise UserError(
             f"--record-routing and --pin-routing take samples of one length, not of {lengths}"
         )
@@ -535,13 +513,13 @@ def check_sharding(layout: Layout, training: Training) -> None:
             f"muon-adamw-lr({training.muon_adamw_lr:g}) follows the schedule of lr, which is 0"
         )
     if layout.overlap_param_gather and zero not in (1, 2):
-        raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
+        raise UserError(f"overlap_param_gather needs --zero 1 or 2, not {zero}")
     for name, is_default in (
-        ("sync-each-batch", layout.sync_each_batch),
-        ("reshard-after-forward", layout.reshard_after_forward),
+        ("sync_each_batch", layout.sync_each_batch),
+        ("reshard_after_forward", layout.reshard_after_forward),
     ):
         if not is_default and zero != 3:
-            raise UserError(f"--no-{name} needs --zero 3, not {zero}")
+            raise UserError(f"{name} false needs --zero 3, not {zero}")
     _check_recomputed(layout)
 
 
@@ -573,7 +551,7 @@ def _check_objective(config: Config) -> None:
         raise UserError("--reset-positions: --positions alibi knows distances only, no positions")
     if data.answers_only and data.objective != "causal":
         raise UserError(f"--answers-only needs --objective causal, not {data.objective}")
-    if data.answers_only and data.data == ("synthetic",):
+    if data.answers_only and data.data == ("synthetic",) and not data.eval_data:
         raise UserError("--answers-only needs the files of --data: random tokens have no answers")
 
 
@@ -587,8 +565,9 @@ def _check_precision(training: Training) -> None:
         raise UserError(f"--optimizer {name} keeps fp32 masters: it cannot train in fp64")
 
 
-def _check_length(config: Config) -> None:
+def _check_length(timeline: Timeline) -> None:
     """Raise UserError if the run has no length, or two, or if the learning rate would rise."""
+    config = timeline.config
     training = config.training
     ends_by_plan = config.plan is not None and config.plan.train_tokens is not None
     if training.steps is not None and training.train_samples is not None:
@@ -596,9 +575,9 @@ def _check_length(config: Config) -> None:
     if training.steps is None and training.train_samples is None and not ends_by_plan:
         also = ", or train_tokens in the file of --phases" if config.plan else ""
         raise UserError(f"give one of --steps and --train-samples{also}; neither was given")
-    _check_end(config, ends_by_plan)
-    if config.total_steps == 0:
-        first = config.batches.batch(0)
+    _check_end(timeline, ends_by_plan)
+    if timeline.total_steps == 0:
+        first = timeline.batch_at(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
         if ends_by_plan and config.plan:
             end = f"train_tokens({config.plan.train_tokens})"
@@ -606,6 +585,7 @@ def _check_length(config: Config) -> None:
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
     if training.lr_schedule != "constant" and training.final_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")
+    check_rate(config)
     if training.lr_schedule == "inverse-square-root" and not training.lr_warmup_samples:
         raise UserError(
             "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "
@@ -613,17 +593,18 @@ def _check_length(config: Config) -> None:
         )
 
 
-def _check_end(config: Config, ends_by_plan: bool) -> None:
+def _check_end(timeline: Timeline, ends_by_plan: bool) -> None:
     """Raise UserError if the run is to end before what the checkpoint of --resume has done already.
 
     A run that is at its end is no mistake: a batch file may start it once more.
     """
+    config = timeline.config
     training, past, plan = config.training, config.past, config.plan
     if training.steps is not None:
         end, done, unit = training.steps, past.step, "steps"
         name = "steps"
     elif ends_by_plan and plan is not None and plan.train_tokens is not None:
-        end, done, unit = plan.train_tokens, config.tokens_at(past.samples), "tokens"
+        end, done, unit = plan.train_tokens, timeline.tokens_at(past.samples), "tokens"
         name = "train_tokens"
     elif training.train_samples is not None:
         end, done, unit = training.train_samples, past.samples, "samples"
@@ -653,11 +634,11 @@ def _check_run(run: Run, steps: int) -> None:
         )
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
-    traced = [("trace-numerics", step) for step in run.trace_numerics]
-    # Without --torch-profile step 1 is tested, which every run has.
-    for flag, step in [("torch-profile", run.torch_profile or 1), *traced]:
+    traced = [("--trace-numerics", step) for step in run.trace_numerics]
+    # Without torch_profile step 1 is tested, which every run has.
+    for flag, step in [("torch_profile", run.torch_profile or 1), *traced]:
         if not 1 <= step <= steps:
-            raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")
+            raise UserError(f"{flag} {step} is never reached: the run has {steps} steps")
 
 
 def _check_audits(config: Config) -> None:
@@ -732,8 +713,10 @@ def _changed(config: Config) -> Iterator[tuple[dataclasses.Field, Any]]:
 def _with_value(field: dataclasses.Field, value: Any) -> str:
     """Return an option with its value, as messages have it."""
     flag = as_typed(field)
+    if isinstance(value, bool) and not value:
+        return flag.replace("--", "--no-") if flag.startswith("--") else f"{flag} false"
     if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-")
+        return flag
     values = value if isinstance(value, tuple) else (value,)
     return f"{flag} {' '.join(map(_as_text, values))}"
 

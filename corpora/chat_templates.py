@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from base.errors import UserError
+from base.module_program import module_program
 
 SECONDS = 5  # of a core, for a conversation
 MEMORY = 512 << 20  # bytes, beyond those of the process before it has a template
 Span = tuple[int, int]
 ROOT = Path(__file__).resolve().parent.parent
-SERVE = "import sys; sys.path.insert(0, '.'); from corpora.chat_environment import serve; "
 
 
 class ChatTemplate:
@@ -136,8 +136,11 @@ class ChatTemplate:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_ended`)
+            program = module_program(
+                f"{__package__}.chat_environment", __file__, f"serve({SECONDS}, {MEMORY})"
+            )
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{SERVE}serve({SECONDS}, {MEMORY})"],
+                [sys.executable, "-c", program],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

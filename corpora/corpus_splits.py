@@ -1,7 +1,7 @@
 """The samples of a run's token files: the splits of --data, and the sets of --eval-data.
 
     corpora = Corpora(config)
-    train = corpora.split(0, config.ordered)
+    train = corpora.split(0, timeline.ordered)
     sets, notes = eval_sets(config)
 
 A split (train, validation or test) is a range of the sequences of each corpus, given by --split.
@@ -13,7 +13,7 @@ Megatron's order depends on the number of samples that a run is to read. A run t
 another number keeps the order that it began with: else it would read some samples twice and others
 never. If it is to read more than the epochs of that order hold, further epochs follow, in
 Megatron's order of the samples that are missing. `requests` are these numbers of samples
-(Config.ordered).
+(Timeline.ordered).
 """
 
 import math
@@ -26,6 +26,7 @@ import numpy as np
 from base.errors import UserError
 from config.run_options import parse_eval_sets
 from config.schema import Config
+from config.timeline import Timeline
 from corpora.blends import (
     Blend,
     find_blend_order,
@@ -85,9 +86,10 @@ class Corpora:
         Raise UserError if a corpus of a phase is missing, or too small for one of its samples.
         """
         config = self.config
-        phases = config.phases
+        timeline = Timeline(config)
+        phases = timeline.phases
         sizes = {prefix: size for phase in reversed(phases) for prefix, size in phase.blocks}
-        ends = [phase.samples for phase in phases[1:]] + [config.total_samples]
+        ends = [phase.samples for phase in phases[1:]] + [timeline.total_samples]
         streams: dict[str, CorpusStream] = {}
         positions = Counter[str]()
         earlier: dict[str, list[GPTSamples]] = {}
@@ -106,7 +108,7 @@ class Corpora:
                 found.append(None)
                 continue
             if config.past.ordered and phase is phases[0]:  # a past without phases
-                samples = self.split(SPLITS.index("train"), config.ordered)
+                samples = self.split(SPLITS.index("train"), timeline.ordered)
                 earlier = orders_of(samples)
                 positions.update(samples.count_by_corpus(0, stop))
                 taken = dict(positions)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from base.errors import UserError
 from config.phases import PhasePlan, PlacedPhase
 from config.schema import Config
+from config.timeline import Timeline
 from corpora.corpus_splits import Corpora
 
 
@@ -31,15 +32,16 @@ def readings(config: Config, corpora: Corpora | None = None) -> list[Reading]:
 
     corpora: those of the run, if they are open.
     """
-    if not config.phases or config.data.data == ("synthetic",):
+    timeline = Timeline(config)
+    if not timeline.phases or config.data.data == ("synthetic",):
         return []
     corpora = corpora or Corpora(config)
     found = []
     read: dict[str, int] = {}
     parts = corpora.phase_samples()
     sizes = corpora.epoch_tokens()
-    ends = [phase.samples for phase in config.phases[1:]] + [config.total_samples]
-    for phase, part, stop in zip(config.phases, parts, ends):
+    ends = [phase.samples for phase in timeline.phases[1:]] + [timeline.total_samples]
+    for phase, part, stop in zip(timeline.phases, parts, ends):
         if part is None:
             continue
         counts = part.count_by_corpus(phase.samples, max(phase.samples, stop))
@@ -66,13 +68,14 @@ def repeated(found: list[Reading], plan: PhasePlan | None) -> list[str]:
 
 def table(config: Config) -> list[str]:
     """Return the lines of `scripts/corpus.py order`; UserError if the run has no phases."""
-    if not config.phases:
+    timeline = Timeline(config)
+    if not timeline.phases:
         raise UserError("order shows the phases of a run: give --phases FILE, or a run with phases")
     found = readings(config)
-    total = config.tokens_at(config.total_samples)
-    lines = [f"{config.total_steps} steps, {total:,} tokens, {config.total_samples:,} samples"]
-    ends = [phase.step for phase in config.phases[1:]] + [config.total_steps]
-    for phase, end in zip(config.phases, ends):
+    total = timeline.tokens_at(timeline.total_samples)
+    lines = [f"{timeline.total_steps} steps, {total:,} tokens, {timeline.total_samples:,} samples"]
+    ends = [phase.step for phase in timeline.phases[1:]] + [timeline.total_steps]
+    for phase, end in zip(timeline.phases, ends):
         what = f"{phase.batch} samples of {phase.length} tokens"
         rate = f", rate {phase.settings.lr_schedule}" if phase.settings.has_rate else ""
         steps = f"steps {phase.step + 1} to {end}" if end > phase.step else "never reached"

@@ -20,6 +20,7 @@ import numpy as np
 
 from base.errors import UserError
 from config.schema import Config
+from config.timeline import Timeline
 from costs import hardware, memory_terms, muon_terms
 from costs.job import Job, term
 from costs.memory_terms import Parts
@@ -179,7 +180,7 @@ def of_run(
     machine = replace(machine, node=node or 2**30)
     # The formulas count fp64 as fp32, so all bytes of an fp64 run are doubled.
     scale = 2.0 if config.training.precision == "fp64" else 1.0
-    batch = max(level.batch for level in config.levels)
+    batch = max(level.batch for level in Timeline(config).levels)
     training = replace(config.training, global_batch_size=batch)
     # A run without --ep has ep 1. This is set here, since the planner would choose an ep for None.
     layout = replace(config.layout, ep=config.layout.ep or 1)
@@ -219,7 +220,8 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
     """
     available = node
     has = f"this node has {node / 1e9:,.1f} GB of memory and swap"
-    samples = max(*config.ordered, config.total_samples, config.data.eval_samples)
+    timeline = Timeline(config)
+    samples = max(*timeline.ordered, timeline.total_samples, config.data.eval_samples)
     order_bytes = ORDER_BYTES * samples
     if config.data.data != ("synthetic",) and order_bytes > node:
         needed = f"takes {order_bytes / 1e9:,.1f} GB or more on each rank"

@@ -10,6 +10,7 @@ Every other optimizer has 0 of each. optim/muon.py and optim/matrix_owners.py ar
 
 import numpy as np
 
+from architecture.model_stats import mixer_matrices
 from architecture.shape import ModelShape
 from costs import op_costs
 from costs.job import Column, Job
@@ -22,7 +23,7 @@ MATRIX_BYTES = 4.0  # bytes of a number that is exchanged: the type of the maste
 def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
     """Return (count, rows, columns) of a block's matrices, with all experts of a block.
 
-    mode: the value of --muon-qkv, which says how q, k and v are divided.
+    mode: the value of muon_qkv, which says how q, k and v are divided (parallel.Matrices).
     """
     h = model.hidden
     d = model.head_size
@@ -31,27 +32,36 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     if model.is_latent:
         found = _latent_matrices(model, mode)
         return found + _mlp_matrices(model)
+    of_heads = 1 + model.attention_gate  # matrices of query heads: of queries and of gates
     rows = {
-        "joint": [(1, (model.heads + 2 * model.kv_heads) * d)],
-        "split": [(1, model.heads * d), (2, model.kv_heads * d)],
-        "head": [(model.heads + 2 * model.kv_heads, d)],
-    }[mode]
+        "joint": [(1, (of_heads * model.heads + 2 * model.kv_heads) * d)],
+        "head": [(of_heads * model.heads + 2 * model.kv_heads, d)],
+    }.get(mode, [(of_heads, model.heads * d), (2, model.kv_heads * d)])
     found = [(count, size, h) for count, size in rows]
     found.append((1, h, model.heads * d))  # attention's output matrix
     return found + _mlp_matrices(model)
 
 
 def _mixer_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
-    """Return the matrices of a gated delta net (layers/gated_delta_net.py) as above."""
+    """Return the matrices of a mixer in the place of attention as above."""
     h, g, a = model.hidden, model.mixer_key_heads, model.mixer_value_heads
     p, r = model.mixer_key_size, model.mixer_value_size
-    out = (1, h, a * r)
+    of_mixer = mixer_matrices(model)
+    if model.mixer == "short_conv":
+        return [(4, h, h)]
     if mode == "joint":
-        return [(1, 2 * g * p + 2 * a * (r + 1), h), out]
-    if mode == "split":
-        return [(2, g * p, h), (2, a * r, h), (2, a, h), out]
-    shared = a // g
-    return [(2 * g, p, h), (2 * g, shared * r, h), (2 * g, shared, h), out]
+        return [(1, outs, ins) for outs, ins, _ in of_mixer]
+    heads, groups = (a, g) if mode == "head" else (1, 1)
+    keys, values, steps = g * p // groups, a * r // heads, a // heads
+    out = (1, h, a * r)
+    if model.mixer == "mamba2":
+        return [(2 * heads, values, h), (heads, steps, h), (2 * groups, keys, h), out]
+    if model.mixer == "gated_delta_net":
+        values, steps = a * r // groups, a // groups
+        return [(2 * groups, keys, h), (2 * groups, values, h), (2 * groups, steps, h), out]
+    of_heads = [(2 * heads, keys, h), (heads, values, h), (heads, steps, h)]
+    low = [(1, p, h), (1, r, h), (heads, keys, p), (heads, values, r)]
+    return [*of_heads, *low, out]
 
 
 def _latent_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
@@ -63,7 +73,7 @@ def _latent_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]
     if model.q_lora_rank:
         found.append((1, model.q_lora_rank, h))
     found += [(heads, nope + rope, q_in)] if mode == "head" else [(1, heads * (nope + rope), q_in)]
-    if mode == "joint":
+    if mode in ("joint", "projection"):
         return [*found, (1, latent + rope, h), (1, heads * (nope + value), latent)]
     found += [(1, latent, h), (1, rope, h)]
     if mode == "head":

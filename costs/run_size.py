@@ -2,6 +2,7 @@
 
 from architecture.model_stats import parameters
 from config.schema import Config
+from config.timeline import Timeline
 
 
 def elements_of_run(config: Config) -> int:
@@ -16,5 +17,6 @@ def elements_of_run(config: Config) -> int:
     vocabulary = max(model.vocab_size, config.layout.pad_vocab_multiple)
     tokens = config.layout.micro_batch_size * model.seq_length
     activations = tokens * (vocabulary + model.hidden * model.layers)
-    samples = max([*config.ordered, config.total_samples]) + config.data.eval_samples
+    timeline = Timeline(config)
+    samples = max([*timeline.ordered, timeline.total_samples]) + config.data.eval_samples
     return parameters(model) + vocabulary * model.hidden + activations + samples

@@ -218,7 +218,9 @@ def elementwise_bytes(job: Job) -> Pass:
     if mixes:
         moved += mixer_terms.moved_numbers(job)
     if model.qkv_bias and not mixes:
-        moved += Pass(0.0, model.qkv_width / t)
+        moved += Pass(0.0, (model.qkv_width + model.gate_width) / t)
+    if not mixes:
+        moved += Pass(4.0, 6.0) * (model.gate_width / t)  # the sigmoid of gates, and the products
     if model.positions == "rotary" and not mixes:
         moved += Pass(ROTARY, ROTARY) * (rotated / t)  # rotating queries and keys
     moved += permuted(job) * (active * h / t)  # ordering rows by expert

@@ -46,10 +46,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from base.module_program import module_program
+
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages
-# The program of the watch, for `python -c`. `python -m distributed.early_end` would not find the
-# packages if PYTHONSAFEPATH is set, because it does not search the current folder then.
-WATCH = "import sys; sys.path.insert(0, '.'); from distributed import early_end; early_end.main()"
 SECONDS_TO_MEET = 1800.0  # a rank that has not met all others after these seconds exits
 SECONDS_TO_FLUSH = 0.5  # mpirun needs this time to pass on printed lines before the job is ended
 SECONDS_FOR_PMI = 2.0  # the longest wait for the launcher to answer, or to end this process
@@ -86,9 +85,10 @@ class StartWatch:
         """
         if not place_of_rank():
             return
+        program = module_program(__name__, __file__)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-ES", "-c", WATCH, str(os.getpid())],
+                [sys.executable, "-ES", "-c", program, str(os.getpid())],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 bufsize=0,  # unbuffered: if the watch was killed, nothing is left to be written

@@ -7,7 +7,8 @@
 `discover` looks for torchrun's variables first, then for the variables of MPI's mpirun, then for a
 Slurm step of several tasks, then for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with which
 others start torch; without any of these this is a single process, unless other variables say that
-there are several. Launcher and MPI must
+there are several. A launcher of one rank is a single process too: its variables may as well be left
+from a parent process, and one rank needs no MPI. Launcher and MPI must
 agree on rank and size: otherwise a job of four ranks silently becomes four jobs of one rank that
 overwrite one another. Each mistake that leads to such a disagreement has its own error message.
 
@@ -74,14 +75,14 @@ def discover(env: Mapping[str, str] = os.environ) -> Launch:
     """
     if "TORCHELASTIC_RUN_ID" in env:
         return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
-    if "OMPI_COMM_WORLD_SIZE" in env:
+    if _is_several(env, "OMPI_COMM_WORLD_SIZE"):
         place = _rank_and_size(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
         return Launch("mpirun of Open MPI", *place, mpi=True)
     in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
     # In a Slurm job MPICH's mpirun starts its helper processes with srun: the variables of that
     # Slurm step do not describe the ranks. MPI_LOCALRANKID is set by mpirun and not by srun, so it
     # shows that mpirun started this rank.
-    if "PMI_SIZE" in env and ("MPI_LOCALRANKID" in env or not in_step):
+    if _is_several(env, "PMI_SIZE") and ("MPI_LOCALRANKID" in env or not in_step):
         return Launch("mpirun", *_rank_and_size(env, "PMI_RANK", "PMI_SIZE"), mpi=True)
     if in_step and _slurm_tasks(env) > 1:
         return Launch("srun", _number(env, "SLURM_PROCID"), _slurm_tasks(env), mpi=True)
@@ -104,6 +105,11 @@ def _refuse_unknown_launcher(env: Mapping[str, str]) -> None:
                 f"or set {', '.join(RENDEZVOUS)} and, for several ranks on a node, LOCAL_RANK and "
                 f"LOCAL_WORLD_SIZE; to train alone, unset {stated.variable or stated.counter}"
             )
+
+
+def _is_several(env: Mapping[str, str], size: str) -> bool:
+    """Return whether the variable `size` of a launcher is set, and says that ranks are several."""
+    return size in env and _number(env, size) != 1
 
 
 def _number(env: Mapping[str, str], name: str, below: str = "") -> int:

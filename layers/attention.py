@@ -11,6 +11,7 @@ heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,12 +152,13 @@ class KeyValueCache:
     k, v, mask = cache.extend(layer, k, v)  in each layer
 
     tokens: the number of tokens so far, with the new tokens; positions: the new tokens' positions,
-    (1, s).
+    (1, s). prefix: so many first tokens, which come in one pass, see all of each other.
     """
 
-    def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
+    def __init__(self, most: int, slopes: Tensor | None, device: torch.device, prefix: int = 0):
         """Begin a cache for at most `most` tokens. slopes: ALiBi's for the local heads, (a,)."""
         self.most = most
+        self.prefix = prefix
         self.device = device
         self.tokens = 0
         self.new_tokens: Tensor | None = None  # those of the next pass, (b, s), if they are known
@@ -176,10 +178,11 @@ class KeyValueCache:
         """Count the new tokens of the next pass through the layers, and make its mask."""
         self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
         self.tokens += count
-        distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
+        queries, keys = self.positions.t(), torch.arange(self.tokens, device=self.device)
+        later = (keys > queries) & ((keys >= self.prefix) | (queries >= self.prefix))  # (s, all)
         # The bias of the scores: -slope * distance, and -infinity for tokens that come later.
-        bias = -self.slopes.to(self.device)[:, None, None] * distance
-        self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
+        bias = -self.slopes.to(self.device)[:, None, None] * (queries - keys).abs()
+        self._bias = bias.masked_fill(later, -torch.inf)[None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Mask]:
         """Store a layer's k and v of the new tokens, (s, b, g, d) each.
@@ -242,11 +245,13 @@ class Attention(nn.Module):
         self.d = model.head_size
         self.recompute = recompute
         self.mesh = factory.mesh
-        shape = (model.kv_heads, self.queries + 2, self.d)
         bias = model.qkv_bias
-        # An index of dimension 0 is a key/value head: its queries, its k and its v.
-        members = (("q", self.queries), ("k", 1), ("v", 1))
-        matrices = Matrices(parts=members, dim=1, heads=(0, 1))
+        # An index of dimension 0 is a key/value head: its queries, its k and its v, and its gates.
+        members = [("q", self.queries), ("k", 1), ("v", 1)]
+        if model.attention_gate:
+            members.append(("gate", self.queries))
+        matrices = Matrices(parts=tuple(members), dim=1, heads=(0, 1))
+        shape = (model.kv_heads, sum(count for _, count in members), self.d)
         self.qkv = ColumnLinear(
             factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias, matrices=matrices
         )
@@ -254,8 +259,10 @@ class Attention(nn.Module):
         # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
         rotates = block.rotary and self.norms is None
         self.split: Callable = _split_heads
-        if factory.compile and rotates:
-            self.split = factory.compile_for_training(_split_heads)
+        if model.attention_gate:
+            self.split = partial(_split_heads, gates=self.queries)
+        if factory.compile and (rotates or model.attention_gate):
+            self.split = factory.compile_for_training(self.split)
         elif factory.compile:
             self.split = _SplitHeads.apply
         inputs = model.heads * self.d
@@ -276,9 +283,9 @@ class Attention(nn.Module):
         Block.
         """
         if self.norms is None:
-            q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)
+            q, k, v, *gate = self.split(self.qkv(x), self.queries, self.d, rotary)
         else:  # norms of q and k come before the rotation, so the split must not rotate (None)
-            q, k, v = self.split(self.qkv(x), self.queries, self.d, None)
+            q, k, v, *gate = self.split(self.qkv(x), self.queries, self.d, None)
             q, k = self.norms(q, k)
             if rotary is not None:
                 q = rotate(q, rotary)
@@ -286,6 +293,8 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             q = q * self.query_factor
         mixed = self._mix(q, k, v, mask, cache)
+        if gate:
+            mixed = mixed * gate[0].sigmoid().flatten(2)
         return self.out(mixed)
 
     def _mix(
@@ -309,19 +318,25 @@ class Attention(nn.Module):
 
 
 def _split_heads(
-    qkv: Tensor, queries: int, d: int, rotary: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    queries: int,
+    d: int,
+    rotary: tuple[Tensor, Tensor] | None,
+    gates: int = 0,
 ) -> list[Tensor]:
     """Return q, (s, b, a, d), and k and v, (s, b, g, d), from the qkv matrix's output.
 
     qkv: (s, b, g (a/g + 2) d). queries: a/g, the query heads of each key/value head. rotary: tables
-    that turn q and k, or None.
+    that turn q and k, or None. gates: a/g with attention_gate, whose gates are a fourth result like
+    q, and a/g further rows of each key/value head in qkv; else 0.
     """
-    qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
-    parts = qkv.split((queries, 1, 1), -2)  # one split, so that backward concatenates once
-    q, k, v = (part.flatten(2, 3) for part in parts)
+    rows = (queries, 1, 1, gates) if gates else (queries, 1, 1)
+    qkv = qkv.unflatten(-1, (-1, sum(rows), d))  # s b g rows d
+    parts = qkv.split(rows, -2)  # one split, so that backward concatenates once
+    q, k, v, *gate = (part.flatten(2, 3) for part in parts)
     if rotary is None:
-        return [q, k, v]
-    return [rotate(q, rotary), rotate(k, rotary), v]
+        return [q, k, v, *gate]
+    return [rotate(q, rotary), rotate(k, rotary), v, *gate]
 
 
 class _SplitHeads(torch.autograd.Function):

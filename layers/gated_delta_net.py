@@ -43,7 +43,7 @@ class GatedDeltaNet(RecurrentMixer):
         super().__init__(factory, model.mixer_kernel, recompute)
         self.shared = model.mixer_value_heads // model.mixer_key_heads  # value heads of a key head
         p, r = self.sizes = model.mixer_key_size, model.mixer_value_size
-        self.eps = model.mixer_norm_eps
+        self.eps = model.mixer_norm_eps or model.norm_eps
         self.most = 2.0 if model.mixer_negative else 1.0  # of a strength
         values = self.shared * r
         parts = [("q", p), ("k", p), ("v", values), ("z", values)]

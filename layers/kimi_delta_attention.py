@@ -43,7 +43,7 @@ class KimiDeltaAttention(RecurrentMixer):
         """Make the parameters. std: for the output matrix. recompute: see RecurrentMixer."""
         super().__init__(factory, model.mixer_kernel, recompute)
         p, r = self.sizes = model.mixer_key_size, model.mixer_value_size
-        self.eps = model.mixer_norm_eps
+        self.eps = model.mixer_norm_eps or model.norm_eps
         h, heads = model.hidden, model.mixer_value_heads
         self.channels = 2 * p + r  # of a head in the convolution
         members = Matrices(parts=(("q", p), ("k", p), ("v", r), ("b", 1)), dim=1, heads=(0,))

@@ -117,11 +117,14 @@ class LatentAttention(nn.Module):
             bias=False,
             matrices=Matrices(heads=(0,)),
         )
-        members = Matrices(parts=(("latent", self.latent), ("key", self.rope)))
+        # kv_a and kv_b are one matrix each for Muon, as for the optimizers of published models.
+        parts = (("latent", self.latent), ("key", self.rope))
+        members = Matrices(parts=parts, is_projection=True)
         self.kv_a = WholeLinear(factory, f"{name}.kv_a", h, self.latent + self.rope, members)
         self.kv_a_norm = LatentNorm(factory, f"{name}.kv_a_norm", self.latent)
         kv_shape = (heads, self.nope + self.value)
-        members = Matrices(parts=(("k", self.nope), ("v", self.value)), dim=1, heads=(0,))
+        parts = (("k", self.nope), ("v", self.value))
+        members = Matrices(parts=parts, dim=1, heads=(0,), is_projection=True)
         self.kv_b = ColumnLinear(
             factory, f"{name}.kv_b", self.latent, kv_shape, dim=0, bias=False, matrices=members
         )

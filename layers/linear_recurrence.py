@@ -47,6 +47,7 @@ from torch import Tensor
 from architecture.mixer_stats import CHUNK
 from distributed.collectives import Group
 from distributed.context_parallel import states_before
+from parallel import recompute
 
 # Tokens of a block within a chunk, if a token has several decays: then the products of a block with
 # itself are made one by one, and those with earlier blocks by matrix products.
@@ -220,38 +221,40 @@ def _decayed(
 
     rows: each (n, b, g, C, p). k: (n, b, g, C, p). shared: a/g.
     """
-    if decay.shape[-1] > 1:
-        return [_decayed_by_row(x, k, decay, earlier) for x in rows]
-    sums = _sums(decay, earlier)  # n b a C 1
-    between = (sums - sums.mT).masked_fill(~earlier, -torch.inf).exp()
-    return [_repeated(x @ k.mT, shared) * between for x in rows]
+    if decay.shape[-1] == 1:
+        sums = _sums(decay, earlier)  # n b a C 1
+        between = (sums - sums.mT).masked_fill(~earlier, -torch.inf).exp()
+        return [_repeated(x @ k.mT, shared) * between for x in rows]
+    if torch.is_grad_enabled():  # all products within blocks would be kept
+        return recompute(_decayed_by_row, rows, k, decay, earlier)
+    return _decayed_by_row(rows, k, decay, earlier)
 
 
-def _decayed_by_row(x: Tensor, k: Tensor, decay: Tensor, earlier: Tensor) -> Tensor:
-    """Return `_decayed` of one x if each row of the state has a decay of its own.
+def _decayed_by_row(
+    rows: tuple[Tensor, ...], k: Tensor, decay: Tensor, earlier: Tensor
+) -> list[Tensor]:
+    """Return what `_decayed` does if each row of the state has a decay of its own.
 
     (D x)_i . k_j = sum over rows of x_i exp(sum of g after j up to i) k_j. For tokens of one block
-    all p C C' products are made. For a block and those before it the exponential is divided at the
-    begin of the block, as a factor of x_i and one of k_j. No factor is above 1.
+    all products are made. For a block and those before it the exponential is divided at the begin
+    of the block, into a factor of x_i and one of k_j. No factor is above 1.
     """
-    size = x.shape[-2]
-    results = []
+    size = k.shape[-2]
+    results: list[list[Tensor]] = [[] for _ in rows]
     for first in range(0, size, BLOCK):
-        block = slice(first, min(first + BLOCK, size))
+        block, before = slice(first, min(first + BLOCK, size)), slice(0, first)
         own = earlier[..., block, block]
         sums = _sums(decay[..., block, :], own)  # of the tokens of this block that a token sees
         between = sums[..., :, None, :] - sums[..., None, :, :]
         between = between.masked_fill(~own[..., None], -torch.inf).exp()
-        within = torch.einsum(
-            "...ip,...jp,...ijp->...ij", x[..., block, :], k[..., block, :], between
-        )
-        if first:
-            before = slice(0, first)
-            until = _until_block(decay[..., before, :], earlier[..., before, before])
-            across = (x[..., block, :] * sums.exp()) @ (k[..., before, :] * until).mT
-            within = torch.cat([across * earlier[..., block, before], within], -1)
-        results.append(F.pad(within, (0, size - within.shape[-1])))
-    return torch.cat(results, -2)
+        of_keys = between * k[..., None, block, :]  # n b a B B p
+        until = _until_block(decay[..., before, :], earlier[..., before, before])
+        keys_before = k[..., before, :] * until
+        for x, found in zip(rows, results, strict=True):
+            within = (of_keys @ x[..., block, :, None]).squeeze(-1)
+            across = (x[..., block, :] * sums.exp()) @ keys_before.mT
+            found.append(torch.cat([across * earlier[..., block, before], within], -1))
+    return [torch.cat([F.pad(x, (0, size - x.shape[-1])) for x in found], -2) for found in results]
 
 
 def _until_block(decay: Tensor, earlier: Tensor) -> Tensor:

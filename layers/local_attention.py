@@ -216,8 +216,10 @@ def _seen_in_cache(cache: Any, keys: int, block: BlockAttention) -> VisibleKeys:
     starts = torch.zeros_like(places)
     if block.window:
         starts = starts.maximum(places - block.window + 1)
+    prefix = cache.prefix - first  # its end among the kept tokens
+    stops = torch.where(places < prefix, prefix, places + 1)
     slopes = cache.slopes.to(cache.device) if bool((cache.slopes != 0).any()) else None
-    return seen_by(starts[None], places[None] + 1, places, keys, slopes, False)
+    return seen_by(starts[None], stops[None], places, keys, slopes, False)
 
 
 def _attend(

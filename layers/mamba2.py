@@ -38,7 +38,7 @@ class Mamba2(RecurrentMixer):
         super().__init__(factory, model.mixer_kernel, recompute)
         tp = factory.mesh.tp
         p, r = self.sizes = model.mixer_key_size, model.mixer_value_size
-        self.eps = model.mixer_norm_eps
+        self.eps = model.mixer_norm_eps or model.norm_eps
         h, heads, groups = model.hidden, model.mixer_value_heads, model.mixer_key_heads
         self.groups = groups
         self.repeats = groups % tp.size > 0  # whether tensor ranks have groups in common

@@ -84,20 +84,29 @@ def rotary_tables(
     pair with column i + r/2, so both halves of a table are equal. length: s, the tokens of a text,
     default: of a sample; longrope has other frequencies for long texts.
     """
-    r = model.rotary_width
     length = length or model.seq_length
-    frequencies = block.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
-    kind, numbers = rotary_scaling(block.rotary_scaling)
-    factor = 1.0  # of cosines and sines, so its square is a factor of the scores
-    if kind in ("yarn", "longrope"):
-        from layers.rotary_scaling import scaled  # imported here: few models have these
-
-        frequencies, factor = scaled(frequencies, kind, numbers, block.rotary_base, length)
-    else:
-        frequencies = _scale_frequencies(frequencies, kind, numbers)
+    frequencies, factor = rotary_frequencies(model, block, length)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
     angles = torch.cat([angles, angles], -1)[:, None, None, :]
     return angles.cos() * factor, angles.sin() * factor
+
+
+def rotary_frequencies(
+    model: ModelShape, block: BlockAttention, length: int
+) -> tuple[Tensor, float]:
+    """Return the frequencies of the pairs of columns, float64, (r/2,), and a factor of the tables.
+
+    length: the tokens of a text, on which the frequencies of longrope depend.
+    """
+    r = model.rotary_width
+    frequencies = block.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
+    kind, numbers = rotary_scaling(block.rotary_scaling)
+    # The factor multiplies cosines and sines, so its square is a factor of the scores.
+    if kind in ("yarn", "longrope"):
+        from layers.rotary_scaling import scaled  # imported here: few models have these
+
+        return scaled(frequencies, kind, numbers, block.rotary_base, length)
+    return _scale_frequencies(frequencies, kind, numbers), 1.0
 
 
 def _scale_frequencies(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:

@@ -1,8 +1,8 @@
 """--zero 3: weights, gradients and state sharded over the replicas, by torch's fully_shard.
 
 In the forward and in the backward pass, torch all-gathers a block's weights before the block runs
-and frees them afterwards (--no-reshard-after-forward: after the backward pass only). It
-reduce-scatters the block's gradients in every micro-batch or, with --no-sync-each-batch, in the
+and frees them afterwards (reshard_after_forward false: after the backward pass only). It
+reduce-scatters the block's gradients in every micro-batch or, with sync_each_batch false, in the
 last one of a step: until then each rank holds sums of all its gradients. Each tensor rank's part of
 a weight is sharded over the replicas. torch decides when to communicate, but calls the `Group` of
 the replicas for it, so that the flight recorder records every all-gather and reduce-scatter.
@@ -108,7 +108,7 @@ class FullyShardedGroup(ParamGroup):
 class LastBackward:
     """Has torch reduce the gradients of a stage in the last backward pass of each step only.
 
-    Made for --no-sync-each-batch. Until then torch adds up whole gradients in the precision in
+    Made for sync_each_batch false. Until then torch adds up whole gradients in the precision in
     which it reduces them. Source: FSDPModule.set_requires_gradient_sync.
     """
 

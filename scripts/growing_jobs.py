@@ -19,10 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from config.timeline import Timeline
+
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from base import errors
+
+if __name__ == "__main__":
+    errors.begin_program()
+
 from base.errors import UserError
 from base.regular_files import read_regular
 from checkpointing import folders
@@ -79,7 +85,7 @@ def words_of(tree: dict[str, Any], run: list[str], nodes: int, tasks: int) -> li
         )
     config = validation.check(parse([*run, *segment["words"]]), segment["gpus"])
     sides = {"model": (tree["model"], dataclasses.asdict(config.model))}
-    sides["batches"] = (tree["batches"], [list(start) for start in config.batches.starts])
+    sides["batches"] = (tree["batches"], [list(start) for start in Timeline(config).batches.starts])
     planned, given = segment["layout"], dataclasses.asdict(config.layout)
     sides |= {name: (planned[name], given[name]) for name in planned}
     for name, (plan, batch_file) in sides.items():

@@ -16,6 +16,11 @@ from pathlib import Path
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from base import errors
+
+if __name__ == "__main__":
+    errors.begin_program()
+
 from base.cli import Parser, whole_number
 from base.errors import UserError, exit_with
 

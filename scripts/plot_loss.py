@@ -13,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from base import errors  # first: it ends a Python that is too old
 
+if __name__ == "__main__":
+    errors.begin_program()
+
 with errors.installed():
     import numpy as np
 

@@ -14,6 +14,17 @@ import shutil
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from base import errors
+
+if __name__ == "__main__":
+    errors.begin_program()
+
+from base.options import as_typed
+from config.schema import GROUPS
+from scripts import help_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
 SOURCES = ("*.md", "docs/*.md", "hardware/*.md", "benchmarks/data/*.md", "benchmarks/results/*.md")
@@ -22,11 +33,6 @@ SCRIPTS = ("prepare_data", "prepare_chats", "corpus")
 LINK = re.compile(r"\]\(([^)\s#]+)")
 TEXT_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)[^)]*\)")
 PICTURE = re.compile(r"^(!\[([^\]]+)\]\([^)]+\))$(?!\n\n\*)", re.MULTILINE)  # without a caption
-sys.path.insert(0, str(ROOT))
-
-from base.options import as_typed  # noqa: E402
-from config.schema import GROUPS  # noqa: E402
-from scripts import help_tables  # noqa: E402
 
 
 def linked_files(page: Path) -> set[Path]:

@@ -177,7 +177,7 @@ class Audit(Observer):
         self.micro_batch = -1
         if self._is_due(step.iteration):
             # The next audit takes the next replica; when all have had a turn, the next micro-batch.
-            count = self.config.micro_batches(step.batch)
+            count = self.config.layout.micro_batches(step.batch)
             self.micro_batch = self._round(step.iteration) // self.mesh.dp.size % count
 
     def _is_due(self, iteration: int) -> bool:

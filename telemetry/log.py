@@ -37,6 +37,7 @@ from checkpointing.state import Progress
 from config.phases import PlacedPhase
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config
+from config.timeline import Timeline
 from corpora.tasks import TaskResult
 from costs import hardware
 from distributed.context import Context
@@ -93,7 +94,8 @@ class Log(Observer):
         self.before = before
         self.latest = before  # every rank's statistics after the newest step
         self.is_writer = context.rank == 0
-        self.total = config.total_steps
+        self.timeline = Timeline(config)
+        self.total = self.timeline.total_steps
         self.steps = Steps()  # seconds, samples and losses of the steps so far
         self.printed = Printed()  # how many log lines were printed, and when the last one was
         self.epoch_tokens: Mapping[str, int] = {}  # by corpus, the tokens of an epoch
@@ -128,7 +130,7 @@ class Log(Observer):
         self.latest = everyone
         self._write_outside(everyone)
         seconds = everyone[0].seconds
-        model = self.config.model_at(step.consumed)
+        model = self.timeline.model_at(step.consumed)
         self.steps.add(batch, length, seconds, result.loss, result.skipped)
         iteration = step.iteration
         peaks, reserved = step_stats.per_stage(everyone, self.config.layout)
@@ -229,9 +231,9 @@ class Log(Observer):
         steps_in_means = self.config.run.log_every or self.printed.steps_since
         # Samples as long as those of the last step that are as many tokens as are left.
         consumed = row["consumed_samples"]
-        total = self.config.tokens_at(self.config.total_samples)
-        length = self.config.length_at(max(0, consumed - 1))
-        samples_left = (total - self.config.tokens_at(consumed)) // length
+        total = self.timeline.tokens_at(self.timeline.total_samples)
+        length = self.timeline.length_at(max(0, consumed - 1))
+        samples_left = (total - self.timeline.tokens_at(consumed)) // length
         line = log_lines.of_step(row, self.total, self.steps, steps_in_means, samples_left)
         is_last = row["iteration"] == self.total
         if self.printed.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
@@ -251,7 +253,7 @@ class Log(Observer):
 
         done: the number of steps done.
         """
-        self.note(log_lines.of_phase(self.config, phase, done))
+        self.note(log_lines.of_phase(self.timeline, phase, done))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
         """Write the row and the log line of an evaluation.
@@ -435,11 +437,11 @@ class Log(Observer):
                 "numpy": np.__version__,
             },
         }
-        if self.config.phases:
+        if self.timeline.phases:
             self.facts["total_steps"] = self.total  # the end may be a number of tokens
             self.facts["phases"] = [
                 {"name": s.name, "from_tokens": s.tokens, "from_step": s.step}
-                for s in self.config.phases
+                for s in self.timeline.phases
             ]
         if branch := self.config.past.branch:
             self.facts["branch"] = branch._asdict()

@@ -18,6 +18,7 @@ from typing import Any
 from architecture.families import export_note
 from config.phases import PlacedPhase
 from config.schema import Config
+from config.timeline import Timeline
 from corpora.tasks import TaskResult
 from schedules import partition, simulation
 from schedules.orders import of_layout
@@ -137,7 +138,7 @@ def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
 
 
-def of_phase(config: Config, phase: PlacedPhase, done: int) -> str:
+def of_phase(timeline: Timeline, phase: PlacedPhase, done: int) -> str:
     """Return the log line of a phase of --phases. done: the steps of the run before it is printed.
 
     A start that goes on with a phase says at which step it began.
@@ -149,8 +150,8 @@ def of_phase(config: Config, phase: PlacedPhase, done: int) -> str:
     begin = f"from step {phase.step + 1}, {phase.tokens:,} tokens"
     if done > phase.step:
         begin += " (begun before)"
-    number = config.phases.index(phase) + 1
-    return f" phase {number} of {len(config.phases)}, {phase.name}: {begin} | {' | '.join(parts)}"
+    number = timeline.phases.index(phase) + 1
+    return f" phase {number} of {len(timeline.phases)}, {phase.name}: {begin} | {' | '.join(parts)}"
 
 
 def of_task(name: str, iteration: int, total: int, result: TaskResult) -> str:
@@ -206,8 +207,8 @@ def at_start(
     lines.append(partition.stage_table(stages, config.model))
     if config.layout.pp > 1:
         # Draw the schedule of the largest batch, with its idle share (the bubble).
-        largest = max(level.batch for level in config.levels)
-        count = config.micro_batches(largest)
+        largest = max(level.batch for level in Timeline(config).levels)
+        count = config.layout.micro_batches(largest)
         order = of_layout(config.layout, count)
         slots = simulation.simulate(order)
         bubble = simulation.bubble(slots)
@@ -229,7 +230,7 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
     if layout.cp > 1:
         axes += f" x cp {layout.cp}"
     # A level is a batch size of the run; each may have another number of micro-batches.
-    counts = {config.micro_batches(level.batch) for level in config.levels}
+    counts = {layout.micro_batches(level.batch) for level in Timeline(config).levels}
     micro_batches = str(min(counts))
     if len(counts) > 1:
         micro_batches += f" to {max(counts)}"
@@ -262,9 +263,10 @@ def _of_batches(config: Config) -> list[str]:
     With several sizes, the line has the step at which each begins, and the number of samples before
     the last size begins.
     """
-    if config.phases:
-        return [_of_phases(config), *_of_skipped(config)]
-    levels = config.batches.levels()
+    timeline = Timeline(config)
+    if timeline.phases:
+        return [_of_phases(timeline), *_of_skipped(timeline)]
+    levels = timeline.batches.levels()
     last_level = levels[-1]
     text = f"{levels[0].batch} samples"
     if len(levels) > 1:
@@ -272,22 +274,22 @@ def _of_batches(config: Config) -> list[str]:
         if len(sizes) > MOST_SIZES:
             sizes[FIRST_SIZES:-LAST_SIZES] = ["..."]
         text = f"{', '.join(sizes)} ({last_level.consumed} samples); {len(levels)} sizes"
-    return [f"global batch: {text}, {config.total_steps} steps", *_of_skipped(config)]
+    return [f"global batch: {text}, {timeline.total_steps} steps", *_of_skipped(timeline)]
 
 
-def _of_skipped(config: Config) -> list[str]:
+def _of_skipped(timeline: Timeline) -> list[str]:
     """Return the start-up line about samples that are skipped, if there are any."""
-    if not config.skipped:
+    if not timeline.skipped:
         return []
-    ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
+    ranges = ", ".join(f"{first}:{end}" for first, end in timeline.skipped)
     return [f"batches that hold samples of {ranges} are skipped"]
 
 
-def _of_phases(config: Config) -> str:
+def _of_phases(timeline: Timeline) -> str:
     """Return the start-up line about the phases of --phases: where each begins, where all end."""
-    begins = [f"{s.name} from step {s.step + 1} ({s.tokens:,} tokens)" for s in config.phases]
-    total = config.tokens_at(config.total_samples)
-    return f"phases: {', '.join(begins)}; {config.total_steps} steps, {total:,} tokens"
+    begins = [f"{s.name} from step {s.step + 1} ({s.tokens:,} tokens)" for s in timeline.phases]
+    total = timeline.tokens_at(timeline.total_samples)
+    return f"phases: {', '.join(begins)}; {timeline.total_steps} steps, {total:,} tokens"
 
 
 def finished(steps: int, samples: int, left: int, batch: int) -> str:

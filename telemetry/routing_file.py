@@ -27,6 +27,7 @@ from torch import Tensor
 from base.errors import UserError
 from base.regular_files import open_regular
 from config.schema import Config
+from config.timeline import Timeline
 from corpora.mapped_files import read_header
 from data import first_of_micro_batch
 from layers.experts import Router
@@ -53,7 +54,7 @@ class RoutingFile:
         self.path = config.run.routing_file or ""
         self.k = model.experts_per_token
         shape_of_sample = (model.layers, model.seq_length, self.k + 1)
-        shape = (config.total_samples, *shape_of_sample)
+        shape = (Timeline(config).total_samples, *shape_of_sample)
         if not self.pinned and self.mesh.rank == 0:
             if not os.path.exists(self.path):
                 _make(self.path, shape)

@@ -27,6 +27,7 @@ from base.errors import NodeError
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import buffer_sizes, validation
+from config.timeline import Timeline
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry.audit import Audit
@@ -53,7 +54,7 @@ class Audited:
             log = SimpleNamespace(context=context, note=lambda line: None)
             checkpoints = Checkpointer(*about)
             exchange = StoreExchange(context.store, context.rank, context.size, "audits")
-            last = self.config.total_steps
+            last = Timeline(self.config).total_steps
             self.audit = Audit(self.state, checkpoints, exchange, log, Progress(), last)
 
     def step(self) -> None:
@@ -61,8 +62,8 @@ class Audited:
         self.iteration += 1
         began = time.perf_counter()
         self.state.factory.mesh.recorder.begin_step(self.iteration)
-        consumed = self.config.batches.consumed(self.iteration - 1)
-        batch = self.config.batches.batch(consumed)
+        consumed = self.state.timeline.batches.consumed(self.iteration - 1)
+        batch = self.state.timeline.batch_at(consumed)
         step = observed_step(self.iteration, batch)
         if self.audit:
             self.audit.before_step(step)

@@ -21,8 +21,9 @@ from config import schema as configuration
 from config import validation
 from config.command_line import build
 from config.learning_rate import learning_rate
+from config.timeline import Timeline
+from costs import auto_schedule
 from distributed.context import Context
-from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 
 BATCH = 4
@@ -81,8 +82,8 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
     numbers, config = [], state.config
     for _ in range(count):
         done = progress.consumed_samples
-        batch = config.batches.batch(done)
-        lr = learning_rate(config.training, done, config.total_samples, batch)
+        batch = Timeline(config).batch_at(done)
+        lr = learning_rate(config.training, done, Timeline(config).total_samples, batch)
         result = trainer.step(state, samples, done, lr)
         numbers.append([result.loss, None if result.skipped else result.grad_norm])
         progress = Progress(progress.iteration + 1, done + batch)
@@ -92,7 +93,7 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
 def run(config: configuration.Config, before: int, after: int, context=None) -> dict:
     """One job: load if it resumes, train and save if `before`, then the steps that are compared."""
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
-    config, _ = pass_times.decide_schedule(config, context)
+    config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     lines = []
     mesh = state.factory.mesh

@@ -32,7 +32,7 @@ WITHOUT_A_LINE = {
 }
 # The files of golden lines that name every option which is not above.
 FEATURES = ("experts", "experts_drawn", "experts_options", "latent", "attention_kinds", "zero3")
-FEATURES += ("z_loss",)
+FEATURES += ("z_loss", "mixers")
 SHARED = {"precision": "fp64", "layers": 4, "global_batch_size": 4, "steps": 3, "bias": False}
 EXPERTS = {"experts": 4, "experts_per_token": 2, "positions": "rotary"}
 # Layouts of four ranks that a case is run in, if the option goes together with them.

@@ -26,9 +26,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 import psutil
 
@@ -39,6 +41,8 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 TORCH = ("torch._dynamo", "trainer")
 REHEARSAL = ("tests.rehearsal_imports",)
 NO_TORCH = ("plan", "tune", "config.validation", "distributed.context", "h5py")
+SECONDS_TO_FORK = 300.0  # of a server, its imports included; a busy machine takes some twenty
+SECONDS_BETWEEN_LOOKS = 0.5
 IMPORTS_ASKED = "PYTHONPROFILEIMPORTTIME"  # in a fork: print all modules, in the form of its lines
 
 
@@ -58,15 +62,20 @@ class Forked:
         self.returncode: int | None = None
         self.processor = 0.0  # seconds, when it has ended
         own, theirs = os.pipe()
-        self._status = os.fdopen(own)
+        self._status = os.fdopen(own, "rb", buffering=0)
         # The server opens them by these paths, so that a request is a line of text.
         files = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (out, err, theirs)]
         request = json.dumps([words, environment, str(cwd), *files]) + "\n"
         try:
             with _lock:
-                _started(imports).sendall(request.encode())
+                self._server = _started(imports)
+                with contextlib.suppress(OSError):  # it has ended, which `_forked` says
+                    self._server.connection.sendall(request.encode())
                 # Read before `theirs` is closed: the server has opened it by then.
-                self.pid = int(self._line())
+                self.pid = self._forked()
+        except BaseException:
+            self._status.close()
+            raise
         finally:
             os.close(theirs)
 
@@ -86,37 +95,74 @@ class Forked:
             self._status.close()
         return self.returncode
 
+    def _forked(self) -> int:
+        """Return the process id when the server has forked; RuntimeError if it ends before.
+
+        This process has the pipe's other end too, until then: no end of file says that it ended.
+        """
+        until = time.monotonic() + SECONDS_TO_FORK
+        ended = False
+        while not select.select([self._status], [], [], SECONDS_BETWEEN_LOOKS)[0]:
+            if ended:
+                raise RuntimeError(self._server.death())
+            ended = self._server.process.poll() is not None  # one look more: it may have written
+            if time.monotonic() > until:
+                self._server.process.kill()
+                self._server.process.wait()
+                late = f"the fork server has not forked in {SECONDS_TO_FORK:.0f} s"
+                raise RuntimeError(f"{late}; {self._server.death()}")
+        return int(self._line())
+
     def _line(self) -> str:
         """A line of the server's; RuntimeError if it has ended. The next call starts another."""
-        line = self._status.readline()
+        line = self._status.readline().decode()
         if not line:
-            raise RuntimeError("the fork server has ended; its output says why")
+            raise RuntimeError(self._server.death())
         return line
 
 
+class Server(NamedTuple):
+    """A server of this process: requests go to `connection`, what it prints into `errors`."""
+
+    connection: socket.socket
+    process: subprocess.Popen
+    errors: IO[bytes]
+
+    def death(self) -> str:
+        """Return the sentence of an error: how the server ended, and the end of its output."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)  # the pipe's end comes before the status
+        self.errors.seek(0)
+        output = self.errors.read().decode(errors="replace")[-4000:]
+        return f"the fork server has ended, status {self.process.returncode}: {output or 'silent'}"
+
+
 _lock = threading.Lock()
-_servers: dict[tuple[str, ...], tuple[socket.socket, subprocess.Popen]] = {}
+_servers: dict[tuple[str, ...], Server] = {}
 
 
-def _started(imports: tuple[str, ...]) -> socket.socket:
-    """The connection to this process's server of forks with these imports.
+def _started(imports: tuple[str, ...]) -> Server:
+    """This process's server of forks with these imports.
 
     The server is started by the first call, and again if it has died: a death fails the programs
     that ran, not those that come after it.
     """
-    if imports in _servers and _servers[imports][1].poll() is None:
-        return _servers[imports][0]
+    if imports in _servers and _servers[imports].process.poll() is None:
+        return _servers[imports]
     own, theirs = socket.socketpair()
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this process)
     with theirs:
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *imports],
             cwd=ROOT,
             env={**os.environ, **THREADS, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
             pass_fds=[theirs.fileno()],
         )
-    _servers[imports] = own, process
-    return own
+    _servers[imports] = Server(own, process, errors)
+    return _servers[imports]
 
 
 # ---- The server's process ------------------------------------------------------------------------
@@ -188,11 +234,11 @@ def become(
     words: list[str], environment: dict[str, str], cwd: str, out: int, err: int
 ) -> list[str]:
     """Make this process what the interpreter would be before the program's first line."""
-    os.chdir(cwd)
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
+    os.chdir(cwd)  # an error from here on is printed among the program's own
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()

@@ -23,9 +23,10 @@ from config import buffer_sizes, validation
 from config import schema as configuration
 from config.command_line import build
 from config.learning_rate import learning_rate
+from config.timeline import Timeline
+from costs import auto_schedule
 from distributed.context import Context, start
 from distributed.launch import discover
-from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 
 STEPS = 10
@@ -49,14 +50,14 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
     sums. prepare: is called before the first step.
     """
     training, splits = config.training, data.build(config)
-    config, _ = pass_times.decide_schedule(config, context)
+    config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     prepare(state, splits.train)
     losses, norms, z_losses = [], [], []
-    for iteration in range(config.total_steps):
-        consumed = config.batches.consumed(iteration)
-        batch = config.batches.batch(consumed)
-        lr = learning_rate(training, consumed, config.total_samples, batch)
+    for iteration in range(Timeline(config).total_steps):
+        consumed = Timeline(config).batches.consumed(iteration)
+        batch = Timeline(config).batch_at(consumed)
+        lr = learning_rate(training, consumed, Timeline(config).total_samples, batch)
         result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)

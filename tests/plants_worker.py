@@ -21,9 +21,9 @@ from plants import Sites
 import data
 import trainer
 from config import buffer_sizes, validation
+from costs import auto_schedule
 from distributed.context import Context
 from distributed.store import StoreExchange
-from telemetry import pass_times
 from telemetry.log import VERSION
 from telemetry.numerics_trace import NumericsTrace
 from telemetry.observer import Observer
@@ -32,7 +32,7 @@ from telemetry.observer import Observer
 def train(config, context: Context, prepare) -> dict:
     """Train and trace; return the losses and the final weights in sums."""
     splits = data.build(config)
-    config, _ = pass_times.decide_schedule(config, context)
+    config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     prepare(state, splits)
     observer = Observer()
@@ -43,10 +43,10 @@ def train(config, context: Context, prepare) -> dict:
         )
     rows = []
     lr = config.training.lr
-    for iteration in range(1, config.total_steps + 1):
-        consumed = config.batches.consumed(iteration - 1)
+    for iteration in range(1, state.timeline.total_steps + 1):
+        consumed = state.timeline.batches.consumed(iteration - 1)
         state.factory.mesh.recorder.begin_step(iteration)
-        batch = config.batches.batch(consumed)
+        batch = state.timeline.batch_at(consumed)
         step = observed_step(iteration, batch, consumed=consumed, lr=lr)
         observer.before_step(step)
         result = trainer.step(state, splits.train, consumed, lr)

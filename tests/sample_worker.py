@@ -13,6 +13,7 @@ import sample
 import trainer
 from config import validation
 from config.schema import Config
+from config.timeline import Timeline
 from distributed.context import Context
 from inference.decoding import Decoder, SamplingParams
 
@@ -20,9 +21,9 @@ from inference.decoding import Decoder, SamplingParams
 def sampled_steps(config: Config, context=None) -> list[dict]:
     """The gradient norms of three steps, and a greedy sample after each."""
     splits, state = data.build(config), trainer.build(config, context)
-    decoder, rows = Decoder(state.pipeline, state.factory, config.model), []
+    decoder, rows = Decoder(state.pipeline, state.factory, config), []
     for iteration in range(1, 4):
-        consumed = config.batches.consumed(iteration - 1)
+        consumed = Timeline(config).batches.consumed(iteration - 1)
         result = trainer.step(state, splits.train, consumed, 1e-3)
         state.optimizer.finish_gathering()
         sample = decoder.generate([5, 60, 17], 12, SamplingParams())

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from config.batch_schedule import Level, by_tokens, ramp
 from config.command_line import parse
 from config.past import Past
+from config.timeline import Timeline
 from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --seq-length 100"
@@ -83,11 +84,11 @@ def test_steps_by_tokens():
 def test_a_run_has_the_steps_of_its_schedule():
     config = configure("--rampup-batch-size 8 8 64 --global-batch-size 24 --train-samples 130")
     # 4 steps of 8 to 32, 2 of 16 to 64, 2 of 24 to 112; 18 samples are left unread.
-    assert [config.batches.consumed(n) for n in (4, 6, 8)] == [32, 64, 112]
-    assert (config.total_steps, config.total_samples) == (8, 130)
+    assert [Timeline(config).batches.consumed(n) for n in (4, 6, 8)] == [32, 64, 112]
+    assert (Timeline(config).total_steps, Timeline(config).total_samples) == (8, 130)
     resumed = [replace(config, past=Past(*done)) for done in ((6, 64), (100, 0))]
-    assert [config.total_steps for config in resumed] == [8, 108]
+    assert [Timeline(config).total_steps for config in resumed] == [8, 108]
     config = configure("--rampup-batch-size 8 8 64 --global-batch-size 24 --steps 9")
-    assert (config.total_steps, config.total_samples) == (9, 136)
+    assert (Timeline(config).total_steps, Timeline(config).total_samples) == (9, 136)
     config = configure("--batch-schedule 0:8 1K:16 --steps 3")
-    assert (config.training.global_batch_size, config.total_samples) == (16, 32)
+    assert (config.training.global_batch_size, Timeline(config).total_samples) == (16, 32)

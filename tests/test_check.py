@@ -4,7 +4,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import parallel
 from base.errors import UserError
 from benchmarks.faults.check_faults import asked, copy_of_code, judged
 from config import command_line, validation
+from config.command_line import parse
 from config.schema import EMA, Layout
 from distributed.context import start as start_context
 from distributed.launch import Launch
@@ -380,7 +380,7 @@ def test_the_operations_of_an_average_of_weights_are_those_of_the_update_and_its
 def test_thresholds_are_where_they_are_said_to_be():
     """A constant that has moved would leave its path unchecked."""
     for (module, name), value in SMALL.items():
-        there = getattr(import_module(module), name)
+        there = getattr(module, name)
         assert (there["cpu"] if isinstance(there, dict) else there) > (
             value["cpu"] if isinstance(value, dict) else value
         )
@@ -407,13 +407,24 @@ def test_thresholds_are_where_they_are_said_to_be():
         (["--random", "2", "--layout", "tp 2"], "give one of --random and --layout"),
         (["--random", "2", "--all"], "give one of --random and --all"),
         (["--random", "2", "--cuda"], "give one of --random and --cuda"),
-        (["--random", "2", "--heads=4", "--seed", "3"], "give it no --heads"),
-        (["--random", "2", "--config", "none.toml"], "give it no --config"),
+        (["--random", "2", "--tp=2", "--zero", "3"], "draws its layouts: give it no --tp, --zero"),
+        (["--random", "2", "--config", "none.toml"], "none.toml"),
+        (
+            ["--random", "2", "--optimizer", "sgd", "--muon-adamw-lr", "1"],
+            "--muon-adamw-lr 1.0 needs --optimizer muon",
+        ),
     ],
     ids=[
         *("layout", "misspelt", "ranks", "model", "file", "no layout's", "no layouts"),
         *("fewer runs", "none at once", "minutes", "layout and layouts", "layout and ranks"),
-        *("random layout", "random all", "random cuda", "random heads", "random file"),
+        *(
+            "random layout",
+            "random all",
+            "random cuda",
+            "random layout option",
+            "random file",
+            "random apart",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_before_torch(words, sentence):
@@ -437,6 +448,21 @@ def test_right_layouts_are_equal():
 
 
 @pytest.mark.slow
+def test_options_narrow_what_is_drawn():
+    """Each drawn run has the given options, and of the others those that go with them."""
+    words = ["--optimizer", "muon", "--set", "kv_lora_rank=12"]
+    given = {"optimizer": "muon", "kv_lora_rank": 12}
+    runs = [parse(drawn(f"narrow/{number}", words, given)) for number in range(6)]
+    assert {(run.training.optimizer, run.model.kv_lora_rank) for run in runs} == {("muon", 12)}
+    assert len({run.model.layers for run in runs}) > 1
+    assert len({run.training.muon_qkv for run in runs}) > 1  # drawn with an optimizer that is given
+
+
+def test_a_model_that_is_given_keeps_its_shape():
+    run = parse(drawn("1/1", ["--model", "llama-3-8b"], {"model": "llama-3-8b"}))
+    assert (run.model.layers, run.model.kv_heads) == (32, 8)
+
+
 def test_random_runs_are_those_of_one_rank():
     outcome = fork_one("check.py", "--random", "6", "--seed", "11", timeout=1200)
     assert outcome.status == 0, outcome.out + outcome.err
@@ -492,7 +518,7 @@ FOUND = {
     # The one of two replicas that owns no tied matrix ended in an exception.
     "no matrix": (ADAFACTOR, "pp 2 dp 2"),
     # The ranks waited for each other for ever.
-    "blocking": (f"{GPT_16} --blocking", "pp 2"),
+    "blocking": (f"{GPT_16} --set blocking=true", "pp 2"),
 }
 
 
@@ -507,7 +533,7 @@ def test_defects_of_random_runs_are_mended(name):
 @pytest.mark.slow
 def test_muon_is_saved_in_fp64_at_once():
     """State that Muon's matrices do not have was written in fp32 among tensors of fp64."""
-    words = f"{GPT_16} --optimizer muon --save-every 1 --no-async-save --layouts 2 --ranks 2"
+    words = f"{GPT_16} --optimizer muon --save-every 1 --set async_save=false --layouts 2 --ranks 2"
     outcome = fork_one("check.py", *words.split(), timeout=600)
     assert outcome.status == 0, outcome.out + outcome.err
 
@@ -515,6 +541,6 @@ def test_muon_is_saved_in_fp64_at_once():
 @pytest.mark.slow
 def test_a_stage_without_blocks_ends_its_run(tmp_path):
     """The end of the run divided by the share of time of a stage that has no blocks."""
-    words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --check-speed-every 1 --out {tmp_path}"
+    words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --set check_speed_every=1 --out {tmp_path}"
     outcome = fork_ranks(3, *words.split())
     assert outcome.status == 0, outcome.err

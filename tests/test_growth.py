@@ -16,6 +16,7 @@ import plan
 from base.errors import UserError
 from config import validation
 from config.command_line import parse
+from config.timeline import Timeline
 from costs.job import Job
 from costs.step_time import predict
 from scripts import growing_jobs
@@ -57,7 +58,7 @@ def test_every_segment_of_blooms_ramp_up_is_one_that_train_py_starts():
         words = f"{model} --rampup-batch-size 192 16 9765625 --precision bf16 --resume auto"
         checked = validation.check(parse(words.split() + segment["words"]), segment["gpus"])
         assert checked.layout.dp == segment["layout"]["dp"]
-        sizes = [level.batch for level in checked.levels]
+        sizes = [level.batch for level in Timeline(checked).levels]
         assert [sizes[0], sizes[-1]] == segment["batches"]
         reached += sizes
     assert reached == list(range(192, 2049, 16))
@@ -138,7 +139,7 @@ def test_only_the_batches_of_the_start_must_divide():
         ("", [2, 4, 12]),
     ):
         config = parse(f"{words} {more}".split())
-        assert [level.batch for level in config.levels] == sizes
+        assert [level.batch for level in Timeline(config).levels] == sizes
         good = max(dp for dp in (2, 4, 12) if all(size % dp == 0 for size in sizes))
         assert validation.check(config, good).layout.dp == good
         with pytest.raises(UserError, match=r"does not divide (batch|global-batch-size)\("):

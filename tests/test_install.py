@@ -8,10 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from pathlib import Path
 
+import numpy
 import pytest
 import ranks
 from ranks import ROOT
@@ -22,39 +22,90 @@ from base.cli import VERSION
 SMALL = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --steps 2 --device cpu"
 
 
+def new_environment(folder: Path, packages: str) -> Path:
+    """Return the `bin` of a new virtual environment that also finds the packages of a folder."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/*/site-packages")
+    (site / "shared.pth").write_text(packages + "\n")
+    return folder / "bin"
+
+
+def pip(*words: object) -> None:
+    command = [sys.executable, "-m", "pip", *map(str, words), "--no-deps", "--no-index", "--quiet"]
+    done = ranks.start([*command, "--disable-pip-version-check"], 120)
+    assert done.status == 0, done.err
+
+
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    """The folder of the commands of an installed Trine; its packages are those of this Python."""
-    pytest.importorskip("setuptools", minversion="70.1")
-    folder = tmp_path_factory.mktemp("install")
-    source, venv = folder / "source", folder / "venv"
+def wheel(tmp_path_factory):
+    """The wheel of a copy of what a clone has, without tests, documentation and benchmarks."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("source")
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if name.startswith(("tests/", "docs/", "benchmarks/")) or not (ROOT / name).exists():
             continue
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    (site,) = venv.glob("lib/*/site-packages")
-    (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    words = ["-m", "pip", "--python", str(venv / "bin" / "python"), "install", "--quiet"]
-    words += ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    done = ranks.start([sys.executable, *words, str(source)], 120)
-    assert done.status == 0, done.err
-    return venv / "bin"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    pip("wheel", folder, "--no-build-isolation", "--wheel-dir", folder / "wheels")
+    (built,) = (folder / "wheels").glob("trine-*.whl")
+    return built
 
 
-def test_installed_commands_work_from_any_folder(commands, tmp_path):
+@pytest.fixture(scope="module")
+def commands(wheel, tmp_path_factory):
+    """The folder of the commands of an installed Trine; its packages are those of this Python."""
+    folder = tmp_path_factory.mktemp("install") / "venv"
+    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    environment = new_environment(folder, "\n".join(folders))
+    pip("--python", environment / "python", "install", wheel)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def with_numpy(wheel, tmp_path_factory):
+    """The same in an environment whose only package is numpy, as after `pip install .`."""
+    folder = tmp_path_factory.mktemp("numpy")
+    (folder / "packages").mkdir()
+    for path in Path(numpy.__file__).parent.parent.glob("numpy*"):
+        (folder / "packages" / path.name).symlink_to(path)
+    environment = new_environment(folder / "venv", str(folder / "packages"))
+    pip("--python", environment / "python", "install", wheel)
+    return environment
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder of a user with modules of the names that Trine's have in a clone."""
+    for name in ("model", "data", "config", "base", "layers", "tools", "trainer"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a module of the user')\n")
+    return tmp_path
+
+
+def run_in(folder, *command, mpi=0):
+    """Run a command in a folder, as a user who has set no variable; its status and outputs."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
+    if mpi:
+        command = (*ranks.mpi_command(mpi), *command)
+        for path in Path(sys.prefix, "lib").glob("libmpi.so.12"):  # beside this Python
+            environment["MPI4PY_LIBMPI"] = str(path)
+    found = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+    return found.returncode, found.stdout, found.stderr
 
+
+def test_installed_commands_work_from_any_folder(commands, own):
     def run(name, *words):
-        command = [str(commands / name), *words]
-        found = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        return found.returncode, found.stdout, found.stderr
+        return run_in(own, commands / name, *words)
 
     for name in declared():
         if name not in ("trine-prepare-data", "trine-plot-loss", "trine-rehearse"):
@@ -67,7 +118,7 @@ def test_installed_commands_work_from_any_folder(commands, tmp_path):
         "layouts fit on 384 GPUs"
         in run("trine-plan", *["layouts", "--model", "176b", "--nodes", "48"])[1]
     )
-    (tmp_path / "a.txt").write_text("a text of words " * 300)
+    (own / "a.txt").write_text("a text of words " * 300)
     status, out, err = run(
         "trine-prepare-data", *["--out", "c", "--vocab-size", "300", "a.txt", "a.txt"]
     )
@@ -76,11 +127,207 @@ def test_installed_commands_work_from_any_folder(commands, tmp_path):
     status, out, err = run("trine-train", *words)
     assert status == 0, err
     assert out.count("| loss ") == 2
-    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert (own / "run" / "metrics.jsonl").exists()
     assert run("trine-plot-loss", "run")[0] == 0
     assert run("trine-corpus", "show", "c")[0] == 0
-    status, out, err = run("python", "-c", "import trine; print(trine.__version__)")
-    assert (status, out) == (0, f"{VERSION}\n"), err
+
+
+@pytest.mark.slow
+def test_installed_programs_train_and_sample_under_mpirun(commands, own):
+    words = [*SMALL.split(), "--tp", "2", "--out", "run", "--save-every", "2", "--log-every", "1"]
+    status, out, err = run_in(own, commands / "trine-train", *words, mpi=2)
+    assert status == 0, err
+    assert "2 ranks by mpirun" in out
+    words = ["run", "--prompt", "1 2", "--temperature", "0", "--max-tokens", "3"]
+    alone = run_in(own, commands / "trine-sample", *words)
+    both = run_in(own, commands / "trine-sample", *words, "--tp", "2", mpi=2)
+    assert alone[0] == both[0] == 0, both[2]
+    assert alone[1] == both[1] != ""
+
+
+# ---- import trine --------------------------------------------------------------------------------
+
+USES = f"""
+import os, signal, sys
+
+def state_of_process():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    streams = sys.stdin, sys.stdout, sys.stderr
+    return sys.excepthook, sys.unraisablehook, streams, dict(os.environ), handlers
+
+before = state_of_process()
+import trine
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+assert sorted(dir(trine)) == sorted(trine.__all__)
+from trine.model import Stage
+assert state_of_process() == before
+
+config = trine.parse("{SMALL}")
+state, samples = trine.build(config), trine.read_data(config).train
+losses = [trine.step(state, samples, consumed, lr).loss for consumed, lr in trine.steps(config)]
+assert isinstance(state.stages[0], Stage) and len(losses) == 2 and losses[0] > 3
+ranked = trine.plan("layouts --model 176b --gpu a100-80 --nodes 48")["ranked"]
+import trine.plan, trine.data
+assert trine.plan(["model", "--model", "176b"])["parameters"] > 1.7e11
+model = trine.load("run")
+text = trine.generate(model, "1 2 3", max_tokens=4, temperature=0)
+assert len(text.split()) == 7
+assert all(array.any() for array in trine.weights("run").values())
+try:
+    trine.parse("--layrs 2")
+except trine.UserError as error:
+    assert "did you mean '--layers'" in str(error)
+assert state_of_process() == before
+print("losses", losses, ranked[0]["tp"], text)
+"""
+WORKERS = f"""
+import multiprocessing, sys
+
+def work(number):
+    import trine
+    config = trine.parse("{SMALL}")
+    state, samples = trine.build(config), trine.read_data(config).train
+    return [trine.step(state, samples, first, lr).loss for first, lr in trine.steps(config)]
+
+if __name__ == "__main__":
+    import trine
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        found = pool.map(work, range(2))
+    assert found[0] == found[1]
+    print("losses", found[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(commands, tmp_path_factory):
+    """A run with a checkpoint, and the losses of its two steps as the program has written them."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = [*SMALL.split(), "--save-every", "2", "--out", "run", "--log-every", "1"]
+    status, _, err = run_in(folder, commands / "trine-train", *words)
+    assert status == 0, err
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return folder / "run", [row["loss"] for row in rows if "loss" in row]
+
+
+def test_the_library_in_a_folder_with_modules_of_the_same_names(commands, own, trained):
+    run, losses = trained
+    (own / "run").symlink_to(run)
+    (own / "uses.py").write_text(USES)
+    status, out, err = run_in(own, commands / "python", "uses.py")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"losses {losses} ")
+    # In the name space of another program, as notebooks and plug-ins run code; without a file.
+    (own / "host.py").write_text("exec(compile(open('uses.py').read(), '<cell>', 'exec'), {})")
+    assert run_in(own, commands / "python", "host.py") == (0, out, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_library_in_workers(method, commands, own, trained):
+    (own / "workers.py").write_text(WORKERS)
+    status, out, err = run_in(own, commands / "python", "workers.py", method)
+    assert (status, out) == (0, f"losses {trained[1]}\n"), err
+
+
+@pytest.mark.slow
+def test_the_library_in_a_kernel_of_jupyter(commands, own, trained):
+    """The kernel has an excepthook, streams and signal handlers of its own."""
+    pytest.importorskip("ipykernel")
+    client = pytest.importorskip("jupyter_client")
+    (own / "run").symlink_to(trained[0])
+    (own / "kernels" / "own").mkdir(parents=True)
+    argv = [str(commands / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    facts = {"argv": argv, "display_name": "own", "language": "python"}
+    (own / "kernels" / "own" / "kernel.json").write_text(json.dumps(facts))
+    specs = client.kernelspec.KernelSpecManager(kernel_dirs=[str(own / "kernels")])
+    manager = client.KernelManager(kernel_name="own", kernel_spec_manager=specs)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    manager.start_kernel(cwd=str(own), env=environment | {"OMP_NUM_THREADS": "1"})
+    try:
+        kernel = manager.client()
+        kernel.start_channels()
+        kernel.wait_for_ready(timeout=120)
+        printed = []
+        reply = kernel.execute_interactive(USES, timeout=120, output_hook=printed.append)
+        assert reply["content"]["status"] == "ok", reply["content"]
+        texts = "".join(message["content"].get("text", "") for message in printed)
+        assert texts.startswith(f"losses {trained[1]} ")
+        kernel.stop_channels()
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
+WHOLE = """
+import importlib, pathlib, sys
+import trine
+root = pathlib.Path(trine.__file__).parent
+names = {name: getattr(trine, name) for name in trine.__all__}
+tree = {path.stem for path in [*root.glob("*.py"), *root.glob("*/")]}
+for path in sorted(root.rglob("*.py")):
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    importlib.import_module(".".join(parts).removesuffix(".__init__"))
+print(len(sys.modules) > 300, sorted(tree & sys.modules.keys() - {"trine", "__pycache__"}))
+print([name for name in names if getattr(trine, name) is not names[name]])
+"""
+
+
+def test_every_installed_module_is_there_once_and_no_name_of_the_package_changes(commands, own):
+    """A forgotten import would load the user's module, or a second copy of ours."""
+    status, out, err = run_in(own, commands / "python", "-P", "-c", WHOLE)
+    assert (status, out) == (0, "True []\n[]\n"), err
+
+
+@pytest.mark.slow
+def test_only_numpy_plans_and_the_others_say_what_to_install(with_numpy, own):
+    words = ["layouts", "--model", "176b", "--gpu", "a100-80", "--nodes", "48"]
+    status, out, err = run_in(own, with_numpy / "trine-plan", *words)
+    assert (status, err) == (0, "")
+    assert "layouts fit on 384 GPUs" in out
+    assert run_in(own, with_numpy / "trine-plan", *words, "--sbatch", "a.sbatch")[0] == 0
+    code = f"import trine; print(trine.plan({words})['ranked'][0]['tp'])"
+    assert run_in(own, with_numpy / "python", "-c", code) == (0, "4\n", "")
+    install = "`pip install 'trine[train]'`"
+    for name in declared():
+        found = run_in(own, with_numpy / name, "--version")
+        if name == "trine-plan":
+            assert found == (0, f"trine {VERSION}\n", "")
+        elif found[0]:
+            missing = rf"error: \S+ has no package '\w+': {re.escape(install)}\n"
+            assert found[:2] == (2, "")
+            assert re.fullmatch(missing, found[2])
+    code = f"import trine; trine.build(trine.parse({SMALL!r}))"
+    status, out, err = run_in(own, with_numpy / "python", "-c", code)
+    assert err.splitlines()[-1].endswith(f"has no package 'torch': {install}")
+    words = ["timeline", "--tp", "4", "--pp", "12", "--nodes", "48"]
+    status, _, err = run_in(own, with_numpy / "trine-plan", "layouts", "--picture", "a.png")
+    assert status == 2
+    assert "`pip install 'trine[plots]'`" in err
+
+
+PAGE = (ROOT / "docs" / "library.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+TITLES = ["step", "loop", "weights", "generate", "plan", "ranks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", TITLES)
+def test_the_page_as_it_is_printed(title, commands, own, trained):
+    (own / "runs").mkdir()
+    (own / "runs" / "first").symlink_to(trained[0])
+    options = dict(zip(SMALL.replace("--", "").split()[::2], SMALL.split()[1::2]))
+    lines = [f"{key} = {value}" for key, value in options.items() if value.isdigit()]
+    lines += ["global-batch-size = 8", "steps = 4", "eval-samples = 8"]
+    keys = dict(line.split(" = ") for line in lines)
+    (own / "tiny.toml").write_text("".join(f"{k} = {v}\n" for k, v in keys.items()))
+    block = BLOCKS[TITLES.index(title)]
+    assert len(BLOCKS) == len(TITLES)
+    assert len(block.strip().splitlines()) <= 12
+    (own / "page.py").write_text(block)
+    mpi = 2 if title == "ranks" else 0
+    status, out, err = run_in(own, commands / "python", "page.py", mpi=mpi)
+    assert status == 0, err
+    expected = {"step": 4, "loop": 0, "weights": 28, "generate": 1, "plan": 4, "ranks": 2}
+    assert len(out.splitlines()) >= expected[title]
 
 
 def test_lm_eval_of_texts_or_what_it_needs(tmp_path):

@@ -63,6 +63,23 @@ START = [
             },
             Launch("mpirun", 2, 4, mpi=True),
         ),
+        # Left from a parent process, which a launcher had started as its only rank.
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, Launch("python")),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, Launch("python")),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0", "PMI_FD": "9", "PMI_ID": "0"}, Launch("python")),
+        ({"PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, Launch("python")),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x", "PMIX_SERVER_URI2": "y"}, Launch("python")),
+        # They hide no launcher of several ranks.
+        (
+            {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
+            | {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"},
+            Launch("mpirun", 3, 4, mpi=True),
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "SLURM_STEP_ID": "0"}
+            | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+            Launch("srun", 1, 2, mpi=True),
+        ),
         # Inside salloc or an sbatch script plain python is one process, however many tasks.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launch("python")),
         (

@@ -5,12 +5,15 @@ layout, or in transformers.
 from dataclasses import replace
 from types import SimpleNamespace
 
+import golden_worker
 import pytest
 import test_golden
+import test_muon
 import torch
 from compare import assert_within
 
 import costs.mixer_terms
+import trainer
 from architecture.model_stats import parameters
 from architecture.shape import ModelShape
 from architecture.tensors import canonical_shapes
@@ -31,8 +34,12 @@ FACTORY = ParamFactory(Mesh(), torch.float64)
 
 
 def shape(mixer: str = "gated_delta_net", **options) -> ModelShape:
-    sizes = {"layers": 2, "hidden": 24, "heads": 4, "seq_length": 150, "bias": False}
-    return ModelShape(**(sizes | SIZES | {"mixer": mixer} | options))
+    sizes = {"layers": 2, "hidden": 24, "heads": 4, "seq_length": 150, "bias": False} | SIZES
+    if mixer == "kda":
+        options["mixer_key_heads"] = options.get("mixer_value_heads", 6)
+    if mixer in ("mamba2", "short_conv"):
+        sizes["mixer_conv_bias"] = True
+    return ModelShape(**(sizes | {"mixer": mixer} | options))
 
 
 def mixer_of(model: ModelShape, seed: int = 0) -> torch.nn.Module:
@@ -77,11 +84,29 @@ def test_every_layout_with_mixers_equals_the_single_rank_run(tmp_path):
             {},
             "mixer_key_heads(4) does not divide mixer_value_heads(6)",
         ),
+        (
+            {"mixer": "kda", "mixer_key_heads": 3},
+            {},
+            "has as many key heads as value heads, not mixer_key_heads(3)",
+        ),
+        ({"mixer": "mamba2"}, {"tp": 4}, "tp(4) does not divide mixer_value_heads(6)"),
+        (
+            {"mixer": "mamba2", "mixer_value_heads": 12, "mixer_key_heads": 4},
+            {"tp": 6},
+            "tp(6) does not divide mixer_key_heads(4), nor the other way round",
+        ),
+        (
+            {"mixer": "short_conv", "heads": 6, "kv_heads": 3},
+            {"tp": 3, "cp": 3, "cp_mixer": "heads"},
+            "tp(3) * cp(3) does not divide hidden(24)",
+        ),
         ({"mixer_blocks": "none"}, {}, "is of no block: mixer_blocks is none"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_with_both_numbers(model, layout, message):
-    assert message in refusal(shape(**model), Layout(**layout))
+    sizes = {"layers": 2, "hidden": 24, "heads": 12, "seq_length": 36} | SIZES
+    model = ModelShape(**(sizes | {"mixer": "gated_delta_net"} | model))
+    assert message in refusal(model, Layout(**layout))
 
 
 def refusal(model: ModelShape, layout: Layout) -> str:
@@ -214,10 +239,6 @@ def test_a_text_in_pieces_has_the_same_results_and_state(mixer):
 
 @pytest.mark.parametrize("mixer", CLASSES)
 def test_parameters_are_those_of_the_options(mixer):
-    import golden_worker
-
-    import trainer
-
     for options in ({"bias": True}, {"mixer_blocks": "1:1", "kv_heads": 2}):
         model = shape(mixer, **options)
         run = golden_worker.options({"pad_vocab_multiple": 1})
@@ -225,6 +246,16 @@ def test_parameters_are_those_of_the_options(mixer):
         built = {p.spec.name: tuple(p.spec.shape) for p in stage.parameters()}
         assert built == canonical_shapes(model)
         assert sum(p.numel() for p in stage.parameters()) == parameters(model)
+
+
+@pytest.mark.parametrize("mixer", CLASSES)
+@pytest.mark.parametrize("mode", ["joint", "split", "head"])
+def test_muon_updates_the_matrices_that_are_planned(mixer, mode):
+    case = {"optimizer": "muon", "muon_qkv": mode, "mixer": mixer, **SIZES, "bias": False}
+    if mixer == "kda":
+        case["mixer_key_heads"] = 6
+    run = trainer.build(validation.check(golden_worker.options(case), 1))
+    test_muon.check_planned(case, run)
 
 
 @pytest.mark.parametrize("mixer", CLASSES)

@@ -147,6 +147,10 @@ def test_a_parameter_divides_into_its_matrices():
     assert all(
         [size(box) for _, box in gated.boxes((3, 2, 8, 5), mode)] == [40] * 6 for mode in MODES
     )
+    latent = Matrices(parts=(("latent", 3), ("key", 2)), is_projection=True)
+    counts = {mode: len(latent.boxes((5, 4), mode)) for mode in (*MODES, "projection")}
+    assert counts == {"joint": 1, "split": 2, "head": 2, "projection": 1}
+    assert qkv.boxes(shape, "projection") == qkv.boxes(shape, "split")
     with pytest.raises(ValueError, match="do not add up to 5"):
         Matrices(parts=(("q", 3), ("k", 1)), dim=1).boxes(shape, "split")
 
@@ -163,7 +167,7 @@ def check_planned(case, run):
         if isinstance(update_set.rule, muon.Muon)
         for shape in (matrix.shape for matrix in update_set.rule.owners.matrices)
     )
-    model_mode = case.get("muon_qkv", "split")
+    model_mode = case.get("muon_qkv", "projection")
     model = golden_worker.options(case).model
     planned = [
         (rows, columns)
@@ -193,7 +197,7 @@ def test_every_matrix_of_a_model_is_updated_by_its_rule():
     check_planned(case, run)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "projection"])
 @pytest.mark.parametrize("kind", ["latent", "grouped"])
 def test_the_planner_prices_the_matrices_of_a_model(kind, mode):
     case = MODEL | KINDS[kind] | {"muon_qkv": mode}
@@ -486,7 +490,7 @@ def test_the_first_update_is_that_of_one_rank(tmp_path, precision, bound):
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
 def test_drawn_layouts_of_four_ranks_equal_one_rank(tmp_path, precision, bound):
-    """Three kinds of models; benchmarks/layouts/muon.py has 450 layouts of each precision."""
+    """Of three models; `check.py --random N --optimizer muon` draws others."""
     jobs = drawn_jobs(12, precision, 2, ranks=(4,), steps=3)
     first = 0 if precision == "fp64" else 3  # every fourth has another kind and another mode
     losses, weights = largest_differences(jobs[first::4], tmp_path)
@@ -504,4 +508,4 @@ def test_options_of_muon_need_muon():
 
     words = ["--data", "synthetic", "--model", "bloom-176b", "--steps", "1"]
     with pytest.raises(UserError, match="needs --optimizer muon"):
-        parse([*words, "--muon-qkv", "head"])
+        parse([*words, "--set", "muon_qkv=head"])

@@ -22,6 +22,7 @@ from config.inherited import Inherited, changed_constants, inherited
 from config.learning_rate import learning_rate
 from config.past import Past, from_text, to_text
 from config.schema import GROUPS, Config
+from config.timeline import Timeline
 from config.validation import check
 from costs import memory
 from costs.run_size import elements_of_run
@@ -45,8 +46,8 @@ def first_start(words: str) -> Config:
 
 def resumed(before: Config, steps: int, words: str, ranks: int = 1) -> Config:
     """The configuration of a start that resumes `before` after `steps` steps, through its text."""
-    samples = before.past.consumed(steps, before.batches)
-    text = to_text(before.past.with_start(before.batches), before.ordered)
+    samples = before.past.consumed(steps, Timeline(before).batches)
+    text = to_text(before.past.with_start(Timeline(before).batches), Timeline(before).ordered)
     saved = json.loads(json.dumps(before.as_dict()))
 
     def of_checkpoint(given):
@@ -129,7 +130,7 @@ def test_a_resumed_run_has_the_rates_and_samples_of_the_formula(change, source, 
     if change == "data options" and source == "random":
         pytest.skip("random tokens have no split")
     first = first_start(words + before + " " + DATA[source].format(corpora))
-    begin = first.batches.consumed(20)
+    begin = Timeline(first).batches.consumed(20)
     second = resumed(first, 20, after)
 
     sizes = []  # of the steps that are left, counted one by one
@@ -137,12 +138,12 @@ def test_a_resumed_run_has_the_rates_and_samples_of_the_formula(change, source, 
     for _ in range(20, steps):
         sizes.append(size(consumed))
         consumed += sizes[-1]
-    assert (second.total_steps, second.total_samples) == (steps, consumed)
+    assert (Timeline(second).total_steps, Timeline(second).total_samples) == (steps, consumed)
     assert second.data.answers_only == (source == "chats")
     place = begin
     for batch in sizes:
-        assert second.batches.batch(place) == batch
-        rate = learning_rate(second.training, place, second.total_samples, batch)
+        assert Timeline(second).batch_at(place) == batch
+        rate = learning_rate(second.training, place, Timeline(second).total_samples, batch)
         assert rate == pytest.approx(expected_rate(schedule, place, consumed), rel=1e-9)
         place += batch
 
@@ -170,11 +171,11 @@ def test_the_sizes_of_several_resumes_add_up():
     run = first_start("--steps 40 --global-batch-size 8")
     for steps, batch in ((10, 2), (15, 32), (16, 4)):
         run = resumed(run, steps, f"--global-batch-size {batch}")
-    assert run.total_samples == 10 * 8 + 5 * 2 + 1 * 32 + 24 * 4
+    assert Timeline(run).total_samples == 10 * 8 + 5 * 2 + 1 * 32 + 24 * 4
     starts = [(start.step, start.samples) for start in run.past.starts]
     assert starts == [(0, 0), (10, 80), (15, 90)]
     again = resumed(run, 20, "")
-    assert again.total_samples == run.total_samples
+    assert Timeline(again).total_samples == Timeline(run).total_samples
     assert len(again.past.starts) == 4
     assert len(resumed(again, 30, "").past.starts) == 4  # the same sizes are no further start
 
@@ -195,7 +196,8 @@ def test_memory_and_time_left_count_the_samples_of_the_run(batch, samples, monke
 
     shown: list[int] = []
     monkeypatch.setattr(log_lines, "of_step", lambda *facts: shown.append(facts[-1]) or "")
-    log = SimpleNamespace(config=run, printed=Printed(1), total=40, steps=None, note=shown.append)
+    log = SimpleNamespace(config=run, timeline=Timeline(run), printed=Printed(1), note=shown.append)
+    log.total, log.steps = 40, None
     for iteration, consumed in ((21, 160 + batch), (39, samples - batch)):
         Log._print_step(log, {"iteration": iteration, "consumed_samples": consumed})
     assert shown == [samples - 160 - batch, "", batch, ""]
@@ -206,7 +208,7 @@ def test_a_start_that_has_no_step_to_do_has_the_batch_size_of_its_options(batch)
     """It is described and checked as any start is, and ends."""
     run = first_start("--steps 40 --global-batch-size 8")
     over = resumed(run, 40, f"--global-batch-size {batch} --stop-at-samples 320")
-    assert [level.batch for level in over.levels] == [batch]
+    assert [level.batch for level in Timeline(over).levels] == [batch]
 
 
 @given(
@@ -221,14 +223,14 @@ def test_any_chain_of_resumes_counts_what_was_consumed(chain, left):
         step, samples = step + count, samples + count * batch
         run, batch = resumed(run, step, f"--global-batch-size {size}"), size
     run = replace(run, training=replace(run.training, steps=step + left))
-    assert (run.past.samples, run.total_samples) == (samples, samples + left * batch)
+    assert (run.past.samples, Timeline(run).total_samples) == (samples, samples + left * batch)
 
 
 def test_with_a_number_of_samples_the_steps_follow_from_the_past():
     first = first_start("--train-samples 320 --global-batch-size 8")
     second = resumed(first, 20, "--global-batch-size 2")
-    assert (second.total_samples, second.total_steps) == (320, 20 + 80)
-    assert [(v.batch, v.first_step, v.consumed) for v in second.levels] == [(2, 20, 160)]
+    assert (Timeline(second).total_samples, Timeline(second).total_steps) == (320, 20 + 80)
+    assert [(v.batch, v.first_step, v.consumed) for v in Timeline(second).levels] == [(2, 20, 160)]
     # Steps beyond the first guess can be traced, and the batches before need not divide.
     assert resumed(first, 20, "--global-batch-size 2 --trace-numerics 90").run.trace_numerics
     assert resumed(first, 20, "--global-batch-size 12 --tp 1", 4).layout.dp == 4
@@ -240,7 +242,7 @@ def test_a_longer_run_continues_the_order_by_whole_epochs(corpora):
     first = first_start(f"{words} --steps 40")
     order = data.build(first).train
     second = resumed(first, 20, "--steps 80")
-    assert second.ordered == (40, 80)
+    assert Timeline(second).ordered == (40, 80)
     longer = data.build(second).train
     rest = first_start(f"{words} --seed 1235 --steps {80 - len(order)}")
     further = data.build(rest).train
@@ -250,7 +252,7 @@ def test_a_longer_run_continues_the_order_by_whole_epochs(corpora):
         assert np.array_equal(samples[k], further.sample(k - len(order)))
     assert longer.count_by_corpus(0, 80) == {f"{corpora}/a": 80}
     third = resumed(second, 60, "--steps 70")  # fewer again: the same order
-    assert third.ordered == (40, 80)
+    assert Timeline(third).ordered == (40, 80)
 
 
 def test_other_data_have_an_order_of_their_own(corpora):
@@ -405,4 +407,4 @@ def test_a_note_names_what_comes_from_the_checkpoint(corpora):
 
 def test_a_past_of_a_run_from_the_beginning_is_empty():
     assert first_start("--steps 3").past == Past()
-    assert first_start("--steps 3").ordered == (24,)
+    assert Timeline(first_start("--steps 3")).ordered == (24,)

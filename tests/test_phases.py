@@ -22,6 +22,7 @@ from config.learning_rate import learning_rate, rate_at
 from config.past import from_text, to_text
 from config.phases import changes, from_saved
 from config.schema import Config
+from config.timeline import Timeline
 from config.validation import check
 from corpora.token_files import IndexedDataset
 
@@ -55,16 +56,17 @@ def resumed(before: Config, steps: int, words: str, ranks: int = 1, version: str
 
     version: "0.3" if the checkpoint is of that version, which wrote "stages".
     """
-    samples = before.past.consumed(steps, before.batches)
+    timeline = Timeline(before)
+    samples = before.past.consumed(steps, timeline.batches)
     saved = json.loads(json.dumps(before.as_dict()))
-    begun = tuple(phase.begun() for phase in before.phases if phase.samples < samples)
-    starts = before.past.with_start(before.batches)
-    text = to_text(starts, before.ordered, "", begun)
+    begun = tuple(phase.begun() for phase in timeline.phases if phase.samples < samples)
+    starts = before.past.with_start(timeline.batches)
+    text = to_text(starts, timeline.ordered, "", begun)
     if version == "0.3":
         assert text.count('"phases"') == 1
         text = text.replace('"phases"', '"stages"')
         saved["plan"]["stages"] = saved["plan"].pop("phases")
-    past = from_text(text, steps, samples, before.tokens_at(samples))
+    past = from_text(text, steps, samples, timeline.tokens_at(samples))
 
     def of_checkpoint(given):
         options = inherited(saved, given)
@@ -91,17 +93,18 @@ def inputs_of(samples: data.Samples, k: int) -> list[tuple[str, int, int]]:
 def read_steps(config: Config, first: int, stop: int) -> list[tuple[str, int, int]]:
     """The tokens of the steps [first, stop) of a start, in the order of its micro-batches."""
     samples = data.build(config).train
+    timeline = Timeline(config)
     layout = config.layout
     places = []
     for step in range(first, stop):
-        begin = config.past.consumed(step, config.batches)
-        batch = config.batches.batch(begin)
-        for index in range(config.micro_batches(batch)):
+        begin = config.past.consumed(step, timeline.batches)
+        batch = timeline.batch_at(begin)
+        for index in range(layout.micro_batches(batch)):
             for rank in range(layout.dp):
                 at = data.first_of_micro_batch(begin, index, layout, rank)
                 for k in range(at, at + layout.micro_batch_size):
                     places += inputs_of(samples, k)
-                    assert len(samples.sample(k)) == config.length_at(begin) + 1
+                    assert len(samples.sample(k)) == timeline.length_at(begin) + 1
     return places
 
 
@@ -159,16 +162,15 @@ def test_every_token_is_read_as_often_as_its_epochs_say(seed, corpora, tmp_path)
         step = 0
         places = []
         is_one_run = True
-        while step < config.total_steps:
-            stop = min(config.total_steps, step + draw.randint(1, 30))
+        while step < (timeline := Timeline(config)).total_steps:
+            stop = min(timeline.total_steps, step + draw.randint(1, 30))
             places += read_steps(config, step, stop)
             step = stop
             words = ""
-            begun = [
-                s for s in config.phases if s.samples < config.past.consumed(step, config.batches)
-            ]
+            consumed = config.past.consumed(step, timeline.batches)
+            begun = [phase for phase in timeline.phases if phase.samples < consumed]
             if draw.random() < 0.4:  # the future changes, the past does not
-                now = config.tokens_at(config.past.consumed(step, config.batches))
+                now = timeline.tokens_at(consumed)
                 kept = phases[: len(begun)]
                 phases = kept + drawn_phases(
                     draw, corpora, draw.randint(0, 2), now + draw.randint(0, 300)
@@ -187,7 +189,7 @@ def test_every_token_is_read_as_often_as_its_epochs_say(seed, corpora, tmp_path)
         if is_one_run:
             path = written(tmp_path / "phases.toml", phases, train_tokens=end)
             again = first_start(f"{TEXT} --phases {path}")
-            assert read_steps(again, 0, again.total_steps) == places
+            assert read_steps(again, 0, Timeline(again).total_steps) == places
 
 
 @pytest.mark.parametrize("order", ["megatron", "stable"])
@@ -204,10 +206,11 @@ def test_a_run_that_began_without_phases_goes_on_where_it_was(words, order, corp
     phase = {"from_tokens": 13 * 16, "data": [f"{corpora}/a"], "seq_length": 8}
     path = written(tmp_path / "phases.toml", [phase], train_tokens=13 * 16 + 1600)
     second = resumed(first, 13, f"--phases {path}")
-    assert [(s.name, s.tokens) for s in second.phases] == [("start", 0), ("phase 1", 13 * 16)]
+    begins = [(phase.name, phase.tokens) for phase in Timeline(second).phases]
+    assert begins == [("start", 0), ("phase 1", 13 * 16)]
     places += read_steps(second, 13, 40)
     third = resumed(second, 40, "")
-    places += read_steps(third, 40, third.total_steps)
+    places += read_steps(third, 40, Timeline(third).total_steps)
     of_a = [place for place in places if place[0] == f"{corpora}/a"]
     whole = tokens_of(f"{corpora}/a")
     legacy = data.build(first).train
@@ -242,7 +245,7 @@ def test_what_is_over_cannot_change(corpora, tmp_path):
         resumed(run, 5, f"--phases {written(path, changed, train_tokens=2000)}")
     changed = [phases[0], phases[1] | {"from_tokens": 320, "global_batch_size": 4}]
     later = resumed(run, 5, f"--phases {written(path, changed, train_tokens=2100)}")
-    assert [(s.step, s.tokens) for s in later.phases] == [(0, 0), (5, 320)]
+    assert [(s.step, s.tokens) for s in Timeline(later).phases] == [(0, 0), (5, 320)]
     assert changes(run.plan, later.plan) == [
         "phase later from_tokens 640 before, 320 now",
         "phase later global_batch_size not given before, 4 now",
@@ -255,7 +258,7 @@ def test_what_is_over_cannot_change(corpora, tmp_path):
     ):
         resumed(run, 5, f"--phases {file}")
     longer = resumed(run, 5, "--steps 40")
-    assert (longer.total_steps, longer.plan.train_tokens) == (40, None)
+    assert (Timeline(longer).total_steps, longer.plan.train_tokens) == (40, None)
 
 
 MISTAKES = [
@@ -315,17 +318,20 @@ def test_rates_of_phases_and_of_a_run_that_they_do_not_change(tmp_path):
     plain = first_start(options)
     path = written(tmp_path / "a.toml", [{"from_tokens": 0}, {"from_tokens": 3000}])
     phased = first_start(f"{options} --phases {path}")
-    assert (phased.total_samples, phased.total_steps) == (480, 60)
+    by_phases, by_options = Timeline(phased), Timeline(plain)
+    assert (by_phases.total_samples, by_phases.total_steps) == (480, 60)
     for consumed in range(0, 480, 8):
         expected = learning_rate(plain.training, consumed, 480, 8)
-        assert rate_at(phased, consumed, 0, 8) == expected == rate_at(plain, consumed, 0, 8)
+        assert rate_at(by_phases, consumed, 0, 8) == expected
+        assert rate_at(by_options, consumed, 0, 8) == expected
     phases = [
         {"from_tokens": 0, "lr_schedule": "constant", "lr_warmup_tokens": 640, "seq_length": 8},
         {"from_tokens": 1280, "lr_schedule": "linear", "lr": 4e-3, "min_lr": 0, "seq_length": 4},
     ]
     path = written(tmp_path / "b.toml", phases, train_tokens=1280 + 640)
     run = first_start(f"--global-batch-size 8 --lr 1e-2 --phases {path}")
-    rates = [rate_at(run, consumed, 0, 8) for consumed in range(0, run.total_samples, 8)]
+    timeline = Timeline(run)
+    rates = [rate_at(timeline, first, 0, 8) for first in range(0, timeline.total_samples, 8)]
     assert rates[:10] == pytest.approx([1e-2 * (n + 1) / 11 for n in range(10)])
     assert rates[10:20] == [1e-2] * 10
     assert rates[20:] == pytest.approx([4e-3 * (1 - n / 20) for n in range(20)])
@@ -342,9 +348,9 @@ def test_a_phase_that_reads_the_same_goes_on_in_the_blend(corpora, tmp_path):
     for phases in (one, cut):
         path = written(tmp_path / "s.toml", phases, train_tokens=160 + 40 * 16)
         run = first_start(f"{TEXT} --phases {path} --global-batch-size 1")
-        assert run.total_samples == 50
+        assert Timeline(run).total_samples == 50
         samples = data.build(run).train
-        read.append([inputs_of(samples, k) for k in range(run.total_samples)])
+        read.append([inputs_of(samples, k) for k in range(Timeline(run).total_samples)])
     assert read[0] == read[1]
 
 
@@ -360,7 +366,7 @@ def test_a_sample_is_consecutive_text_and_its_last_label_follows_in_it(corpora, 
     samples = data.build(run).train
     corpus = IndexedDataset(f"{corpora}/b")
     cut = 0
-    for k in range(run.total_samples):
+    for k in range(Timeline(run).total_samples):
         spans = samples.spans(k)
         text = np.concatenate([corpus.get(s.sequence, s.offset, s.length) for s in spans])
         assert np.array_equal(samples.sample(k), text)
@@ -378,16 +384,17 @@ def test_stages_of_earlier_versions_are_phases(tmp_path):
     """The flag, the key of a run file and the tables: the run is the same, and a line says so."""
     tables = [{"from_tokens": 0}, {"name": "b", "from_tokens": 320, "seq_length": 8}]
     path = written(tmp_path / "phases.toml", tables, train_tokens=1000)
-    now = first_start(f"--phases {path}")
+    now = Timeline(first_start(f"--phases {path}"))
     old = tmp_path / "stages.toml"
     old.write_text(Path(path).read_text().replace("[[phase]]", "[[stage]]"))
     file = tmp_path / "run.toml"
     file.write_text(f'stages = "{old}"\n')
     for words in (f"--stages {old}", f"--stages={old}", f"--config {file}"):
-        config = first_start(words)
-        assert [p.name for p in config.phases] == ["stage 1", "b"], "as in the run's checkpoints"
-        assert [p.samples for p in config.phases] == [p.samples for p in now.phases]
-        assert (config.batches, config.total_samples) == (now.batches, now.total_samples)
+        timeline = Timeline(first_start(words))
+        names = [phase.name for phase in timeline.phases]
+        assert names == ["stage 1", "b"], "as in the run's checkpoints"
+        assert [p.samples for p in timeline.phases] == [p.samples for p in now.phases]
+        assert (timeline.batches, timeline.total_samples) == (now.batches, now.total_samples)
     notes = parse_request([*SHAPE.split(), "--stages", str(old)]).notes
     assert notes == ("--stages is called --phases now",)
     with pytest.raises(UserError, match="--phases and --stages are one option"):

@@ -14,6 +14,7 @@ import trainer
 from architecture.shape import ModelShape
 from base.errors import UserError
 from config.schema import Config, Layout, Training
+from config.timeline import Timeline
 from config.validation import check
 from corpora import prefetch
 from corpora.prefetch import AHEAD, READERS, Prefetcher
@@ -92,12 +93,12 @@ def test_what_comes_next_is_read_before_it_is_asked_for():
     """Beyond the step's end too, each sample once; a rank that asks for nothing reads nothing."""
     reader, config = reader_of(dp=2, rank=1, micro_batch_size=2)
     samples = Watched()
-    take = reader.batches(samples, 0, config)
+    take = reader.batches(samples, 0, Timeline(config))
     assert readers() == []
     assert samples.seen == []
     own = [k for first in range(2, 1000, 4) for k in (first, first + 1)]  # this replica's
     for step in range(3):
-        take = reader.batches(samples, 8 * step, config)
+        take = reader.batches(samples, 8 * step, Timeline(config))
         for index in range(2):
             expected = micro_batch(Watched(), 8 * step, index, config.layout, 1)
             assert equal(take(index), expected)
@@ -109,7 +110,7 @@ def test_what_comes_next_is_read_before_it_is_asked_for():
 def test_skipped_batches_growing_batches_and_the_end_are_followed():
     reader, config = reader_of(skip_samples="12:13", micro_batch_size=4)
     samples = Watched(count=27)
-    reader.batches(samples, 0, config)(0)
+    reader.batches(samples, 0, Timeline(config))(0)
     samples.wait_for([*range(8), *range(16, 24)])  # 24 to 27 would be past the end
     reader.close()
 
@@ -135,7 +136,7 @@ def test_the_warm_up_of_compile_and_its_step_read_a_sample_once():
 def test_an_error_is_raised_where_its_sample_is_asked_for():
     reader, config = reader_of()
     samples = Watched(bad=2)
-    take = reader.batches(samples, 0, config)
+    take = reader.batches(samples, 0, Timeline(config))
     take(0)
     take(1)
     with pytest.raises(UserError, match="sample 2 is bad"):
@@ -144,7 +145,7 @@ def test_an_error_is_raised_where_its_sample_is_asked_for():
     reader.close()
     few = Watched(count=3)
     reader, config = reader_of()
-    take = reader.batches(few, 0, config)
+    take = reader.batches(few, 0, Timeline(config))
     [take(i) for i in range(3)]
     with pytest.raises(UserError, match="samples 3 to 4 are needed, but there are only 3"):
         take(3)
@@ -167,7 +168,7 @@ def test_threads_end_with_the_run_also_if_nobody_ends_them(monkeypatch):
     monkeypatch.setattr(prefetch, "SECONDS_TO_END", 0.01)
     samples = Watched(blocked=5)
     reader, config = reader_of()
-    reader.batches(samples, 0, config)(0)
+    reader.batches(samples, 0, Timeline(config))(0)
     assert samples.waiting.wait(60)
     reader.close()
     assert all(thread.daemon for thread in readers())
@@ -176,7 +177,7 @@ def test_threads_end_with_the_run_also_if_nobody_ends_them(monkeypatch):
         thread.join(60)
     assert max(samples.seen) < AHEAD + 1
     reader, config = reader_of()
-    reader.batches(Watched(), 0, config)(0)
+    reader.batches(Watched(), 0, Timeline(config))(0)
     gone = weakref.ref(reader.prefetcher)
     del reader
     gc.collect()
@@ -199,7 +200,7 @@ def test_micro_batches_for_a_gpu_are_pinned_and_copied_without_waiting(monkeypat
     monkeypatch.setattr(torch, "empty", pinned)
     reader, config = reader_of(dp=2, rank=1, device=torch.device("cuda"), micro_batch_size=2)
     samples = Synthetic(VOCAB, 8, 3)
-    take = reader.batches(samples, 8, config)
+    take = reader.batches(samples, 8, Timeline(config))
     monkeypatch.setattr(torch.Tensor, "to", to)
     got = [take(index) for index in range(2)]
     for index, batch in enumerate(got):
@@ -222,7 +223,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, suffix):
     expected = samples.sample(0).tolist()
     os.truncate(f"{tmp_path}/c{suffix}", 100)
     reader, config = reader_of()
-    take = reader.batches(samples, 0, config)
+    take = reader.batches(samples, 0, Timeline(config))
     with pytest.raises(UserError, match=rf"c\{suffix} was cut short .*: it has 100 bytes and had"):
         [take(index) for index in range(8)]
     reader.close()

@@ -144,7 +144,9 @@ def test_ctrl_c_in_the_imports_of_a_program_is_no_traceback(name, at):
 
 def test_a_handler_that_is_installed_among_the_imports_stays():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hooks = sys.excepthook, sys.unraisablehook
     try:
+        errors.begin_program()
         with errors.installed():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -152,12 +154,14 @@ def test_a_handler_that_is_installed_among_the_imports_stays():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
+        sys.excepthook, sys.unraisablehook = hooks
         signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_in_a_destructor_ends_the_program():
     """Python ignores an exception there, and would go on."""
-    code = "from base import errors\nimport signal\nclass A:\n  def __del__(self):\n    "
+    code = "from base import errors\nimport signal\nerrors.begin_program()\n"
+    code += "class A:\n  def __del__(self):\n    "
     code += "signal.raise_signal(signal.SIGINT)\n    print('', end='')\nA()\nprint('goes on')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)  # fmt: skip
@@ -169,6 +173,7 @@ COLLECTIONS = """
 import gc, os
 gc.set_threshold(10)
 from base import errors
+errors.begin_program()
 with errors.installed():
     before = sum(x["collections"] for x in gc.get_stats())
     kept = [[] for _ in range(1000)]

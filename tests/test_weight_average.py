@@ -23,7 +23,7 @@ LAYOUTS = {
     "tp2": (2, ["--tp", "2"]),
     "pp2": (2, ["--pp", "2", "--schedule", "zb-h1"]),
     "dp2": (2, ["--zero", "1"]),
-    "dp2-overlap": (2, ["--zero", "2", "--overlap-param-gather"]),
+    "dp2-overlap": (2, ["--zero", "2", "--set", "overlap_param_gather=true"]),
     "dp2-zero3": (2, ["--zero", "3"]),
     "cp2": (2, ["--cp", "2"]),
 }
@@ -76,7 +76,7 @@ def test_a_layout_has_the_average_of_one_rank(runs, name):
 
 @pytest.mark.slow
 def test_every_layout_has_the_average_of_one_rank_within_fp64(tmp_path):
-    """Of several optimizers and models; benchmarks/layouts/average_layouts.py draws sixty more."""
+    """Of several optimizers and models; `check.py --random N --ema 0.9` draws others."""
     for result in check_lines("averages", tmp_path):
         assert result["averages"] != result["weights"]
 

@@ -16,6 +16,7 @@ import trainer
 import zero
 from config import schema as configuration
 from config import validation
+from config.timeline import Timeline
 from distributed.mesh import Mesh
 from model import Stage
 from optim import buckets
@@ -125,7 +126,7 @@ def test_products_add_weight_gradients_by_themselves(positions, tied):
     theirs = Stage(run.factory, config.model, config.layout, run.stage_specs[0])  # no main_grad
     weights = [p.numel() for p in stage.blocks.parameters() if p.spec.decay]
     places = [p.main_grad.data_ptr() for p in stage.parameters()]
-    batches = run.reader.batches(data.Synthetic(509, 16, 1), 0, config)
+    batches = run.reader.batches(data.Synthetic(509, 16, 1), 0, Timeline(config))
     with Operations() as operations:
         run.pipeline.train(batches, 2, run.optimizer.begin_step(100, 2))
     for index in range(2):

@@ -29,13 +29,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, cast
 
+from base.module_program import module_program
 from watchdog.flight_recorder import RING, FlightRecorder, describe_place
 from watchdog.handshake import Address, Process, connect
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `watchdog`, `config`
-# The program of the monitor's process, for `python -c`. `python -m watchdog.monitor` would not find
-# the packages if PYTHONSAFEPATH is set, because it does not search the current folder then.
-MONITOR = "import sys; sys.path.insert(0, '.'); from watchdog import monitor; monitor.main()"
 BEAT_SECONDS = 1.0  # seconds between two heartbeats
 BEAT_RECORDS = 4  # the recorder's last records that a heartbeat contains
 # After this number of heartbeats without an answer, a rank considers the monitor or its node lost:
@@ -74,8 +72,9 @@ def start_monitor(
     listener = socket.create_server((host, 0), backlog=max(128, size))
     number = listener.fileno()
     job = {"size": size, "out": os.path.abspath(out), "limit": limit, "node": node}
+    program = module_program(f"{__package__}.monitor", __file__)
     process = subprocess.Popen(
-        [sys.executable, "-c", MONITOR, str(number)],
+        [sys.executable, "-c", program, str(number)],
         cwd=ROOT,
         pass_fds=[number],
         stdin=subprocess.PIPE,

@@ -58,8 +58,8 @@ def seconds(shape: dict[str, int], pairs: int) -> list[float]:
         )
         for number in range(1, steps + 1):
             state.factory.mesh.recorder.begin_step(number)
-            consumed = config.batches.consumed(number - 1)
-            batch = config.batches.batch(consumed)
+            consumed = state.timeline.batches.consumed(number - 1)
+            batch = state.timeline.batch_at(consumed)
             is_last = number == steps
             step = Step(number, is_last, consumed, batch, state.length, 1e-4, Progress(number))
             before = time.process_time()

@@ -41,7 +41,7 @@ def findings(config: Config, context: Context) -> Iterator[str]:
     splits = data.build(config)
     state = trainer.build(config, context, LEAST_BUCKET)
     try:
-        batches = state.reader.batches(splits.train, 0, config)
+        batches = state.reader.batches(splits.train, 0, state.timeline)
         found = (_of_visibility(state, batches(index)) for index in range(SAMPLES))
         yield from next(filter(None, map(list, found)), [])
     finally:
@@ -187,8 +187,7 @@ def _derivatives(
     }
     size = math.sqrt(sum(float(d.square().sum()) for d in direction.values()))
     by_gradients = sum(float(gradients[n] @ d) for n, d in direction.items()) / size
-    config = state.config
-    tokens = config.batches.batch(0) * config.model.seq_length
+    tokens = state.timeline.batch_at(0) * state.config.model.seq_length
     derivatives = [by_gradients]
     for step in STEPS:
         sums = []

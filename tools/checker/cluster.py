@@ -251,7 +251,7 @@ class Agent:
 
     def _worker(self, part: str) -> list[str]:
         """Return the words of a part of cluster_worker.py."""
-        return ["-m", "tools.checker.cluster_worker", part, str(self.out)]
+        return ["-m", f"{__package__}.cluster_worker", part, str(self.out)]
 
     def _train(self, name: str, layout: list[str]) -> list[str]:
         """Return the words of the small run in a layout, into the folder `name`."""

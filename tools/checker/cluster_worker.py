@@ -17,6 +17,9 @@ from typing import Any
 from base import errors
 from base.errors import UserError, sentences
 
+if __name__ == "__main__":
+    errors.begin_program()
+
 with errors.installed():
     import torch.distributed as dist
 

@@ -1,12 +1,16 @@
 """Runs drawn at random from drawn.toml, for `check.py --random N` and the tests.
 
-words = drawn("1/17")       options of train.py, the same for the same name
+words = drawn("1/17")                     options of train.py, the same for the same name
+words = drawn("1/17", ["--tied"], {"tied": True})   of runs with an option that is given
 """
 
 import dataclasses
 import random
+import shlex
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from architecture.shape import ModelShape
@@ -22,7 +26,7 @@ TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_
 NOT_DRAWN = TABLES.pop("not drawn")["names"]
 # Options of the model, of training and of data that are in no table are new: they are drawn with
 # values that their declarations say.
-NAMED = {name.replace("-", "_") for table in TABLES.values() for name in table}
+NAMED = {name for table in TABLES.values() for name in table}
 NEW = [
     field
     for group in (ModelShape, Training, Data)
@@ -30,67 +34,71 @@ NEW = [
     if field.name not in NAMED and field.name not in NOT_DRAWN and examples(field)
 ]
 OFTEN = 0.3  # how often a new one is given
-TRIES = 1000
+TRIES = 300
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def drawn(name: str) -> list[str]:
+def drawn(name: str, words: Sequence[str] = (), given: Mapping[str, Any] = NONE) -> list[str]:
     """Return the options of the run with that name, which train.py takes on one rank.
 
-    Its data, if any, is named only: the files need not exist.
+    words: options that every run has, as on a command line; the others are drawn. given: their
+    values, by the name of the option. The data of a run, if any, is named only: the files need not
+    exist. Raise UserError if no drawn run goes with these options.
     """
     chance = random.Random(name)
+    why = ""
     for _ in range(TRIES):
-        words = _words(chance)
+        found = [*_words(chance, given), *words]
         try:
-            validation.check(command_line.parse(words), 1)
-        except UserError:
+            validation.check(command_line.parse(found), 1)
+        except UserError as error:
+            why = str(error)
             continue
-        return words
-    raise UserError(f"of {TRIES} drawn runs none goes together; see {__name__.replace('.', '/')}")
+        return found
+    among = f" with {shlex.join(words)}" if words else ""
+    raise UserError(f"of {TRIES} drawn runs none goes together{among}; the last one: {why}")
 
 
-def _words(chance: random.Random) -> list[str]:
-    """Return random options, which need not go together."""
-    options = _some(chance, TABLES["run"])
+def _words(chance: random.Random, given: Mapping[str, Any]) -> list[str]:
+    """Return random options, which need not go together, without those that are given."""
+    options = _some(chance, TABLES["run"]) | dict(given)
     for option, value in list(options.items()):
         options |= _some(chance, TABLES.get(f"{option} {value}", {}))
     keys = _some(chance, TABLES["keys"])
-    if "window" in keys:
+    if "window" in keys or "window" in given:
         keys |= _some(chance, TABLES["keys of windows"])
     if "experts" in options:
         keys |= _some(chance, TABLES["keys of experts"])
     if options.get("positions") == "rotary":
         keys |= _some(chance, TABLES["keys of rotary"])
-        if chance.random() < 0.25:
+        if chance.random() < 0.25 or "kv_lora_rank" in given:
             kept = ("norm_plus_one", "embedding_scaled", "logit_softcap", "embedding_norm")
-            keys = {n: v for n, v in keys.items() if n in kept} | _some(
-                chance, TABLES["keys of latent"]
-            )
-            options.pop("kv-heads", None)
+            keys = {n: v for n, v in keys.items() if n in kept}
+            keys |= _some(chance, TABLES["keys of latent"])
+            options.pop("kv_heads", None)
     for field in NEW:
         if chance.random() < OFTEN:
-            for name, value in needed(field).items():
-                _of_kind(name, options, keys).setdefault(_as_given(name), value)
-            value = chance.choice(examples(field)[:2])
-            _of_kind(field.name, options, keys)[_as_given(field.name)] = value
-    words = ["--steps", "1", "--global-batch-size", "12"]
-    for option, value in options.items():
-        if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{option}")
+            for needed_name, value in needed(field).items():
+                options.setdefault(needed_name, value)
+            options[field.name] = chance.choice(examples(field)[:2])
+    options = {"steps": 1, "global_batch_size": 12} | options | keys
+    shape = {field.name for field in dataclasses.fields(ModelShape)} if "model" in given else ()
+    return _as_words({n: v for n, v in options.items() if n not in given and n not in shape})
+
+
+def _as_words(options: Mapping[str, Any]) -> list[str]:
+    """Return options as a command line has them: flags, then the keys without a flag."""
+    words: list[str] = []
+    keys: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if all_options()[name].metadata["file_only"]:
+            keys.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+        elif isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag}")
         else:
-            words += [f"--{option}", *str(value).split()]
-    texts = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in keys.items()]
-    return words + ["--set", *texts] * bool(texts)
-
-
-def _of_kind(name: str, flags: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Return which of the two an option belongs to."""
-    return keys if all_options()[name].metadata["file_only"] else flags
-
-
-def _as_given(name: str) -> str:
-    """Return an option's name as a flag or a key has it."""
-    return name if all_options()[name].metadata["file_only"] else name.replace("_", "-")
+            words += [f"--{flag}", *str(value).split()]
+    return words + ["--set", *keys] * bool(keys)
 
 
 def _some(chance: random.Random, table: Table) -> dict[str, Any]:
@@ -98,6 +106,5 @@ def _some(chance: random.Random, table: Table) -> dict[str, Any]:
     found = {}
     for name, (often, *values) in table.items():
         if chance.random() < often:
-            choices = all_options()[name.replace("-", "_")].metadata["choices"]
-            found[name] = chance.choice(values or choices)
+            found[name] = chance.choice(values or all_options()[name].metadata["choices"])
     return found

@@ -126,7 +126,7 @@ class Engine:
         # Ranks share what this process has imported: each of them would import these by itself.
         import h5py  # noqa: F401
 
-        import optim.fsdp  # noqa: F401
+        from optim import fsdp  # noqa: F401
 
         write_corpora(self.config)
         alone = dataclasses.replace(self.config.layout, dp=1)

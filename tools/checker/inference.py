@@ -90,7 +90,7 @@ def _decoded(state: trainer.TrainState) -> tuple[list[int], list[Tensor | None]]
     chance = random.Random(state.config.training.seed)
     prompt = [chance.randrange(state.config.model.vocab_size) for _ in range(PROMPT)]
     pipeline: Any = KeepsLogits(state.pipeline)
-    decoder = Decoder(pipeline, state.factory, state.config.model)
+    decoder = Decoder(pipeline, state.factory, state.config)
     return prompt + decoder.generate(prompt, DECODED, DRAWN), pipeline.logits
 
 

@@ -40,7 +40,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "pad_vocab_multiple": (1, 4),
 }
 # Not varied: what follows from the others, and lists with a number for each stage.
-NOT_VARIED = ("virtual_stages", "schedule_costs", "recompute_blocks", *AXES)
+NOT_VARIED = ("virtual_stages", "recompute_blocks", *AXES)
 # An option that is new has the values that its declaration says.
 VALUES |= {
     field.name: (field.default, *examples(field)[:2])
@@ -83,10 +83,18 @@ def read(text: str, config: Config) -> Layout:
     """
     words = []
     known = {field.name.replace("_", "-"): field for field in dataclasses.fields(Layout)}
-    for word in shlex.split(text):
-        plain = word.removeprefix("--").partition("=")[0].removeprefix("no-")
-        is_name = plain in known
-        words.append(f"--{word.removeprefix('--')}" if is_name else word)
+    written = iter(shlex.split(text))
+    for word in written:
+        plain, _, value = word.removeprefix("--").partition("=")
+        field = known.get(plain.removeprefix("no-"))
+        if field is None:
+            words.append(word)
+        elif not field.metadata["file_only"]:
+            words.append(f"--{word.removeprefix('--')}")
+        elif field.type is bool:
+            words += ["--set", f"{field.name}={str(not plain.startswith('no-')).lower()}"]
+        else:
+            words += ["--set", f"{field.name}={value or next(written, '')}"]
     any_model = ["--layers", "1", "--hidden", "1", "--heads", "1"]  # a command line has a model
     request = command_line.parse_request([*any_model, *words])
     given = request.config.layout

@@ -16,8 +16,8 @@ from checkpointing.state import Progress
 from config import validation
 from config.learning_rate import rate_at
 from config.schema import Config
+from costs import auto_schedule
 from distributed.context import Context
-from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
 from tools.checker import inference
@@ -88,7 +88,9 @@ class Worker:
         config = validation.check(job.config, context.size)
         config, chosen, _ = find_past(config, context)
         config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
-        config, _ = pass_times.decide_schedule(config, context)
+        config, _ = auto_schedule.decide_with_note(
+            config, context.device.type if context else "cpu"
+        )
         splits = data.build(config)
         state = trainer.build(config, context, LEAST_BUCKET)
         recorder = Recorder(state)
@@ -129,12 +131,12 @@ def _train(
     answer = RunAnswer()
     recorder.begin(done.iteration)  # the weights that were drawn, or the state that was loaded
     recorder.end()
-    for iteration in range(done.iteration + 1, config.total_steps + 1):
+    for iteration in range(done.iteration + 1, state.timeline.total_steps + 1):
         begin = done.consumed_samples
-        batch = config.batches.batch(begin)
+        batch = state.timeline.batch_at(begin)
         mesh.recorder.begin_step(iteration)
         recorder.begin(iteration)
-        lr = rate_at(config, begin, done.skipped_samples, batch)
+        lr = rate_at(state.timeline, begin, done.skipped_samples, batch)
         result = trainer.step(state, splits.train, begin, lr)
         recorder.numbers(loss=result.loss, gradient_norm=result.grad_norm)
         recorder.end()

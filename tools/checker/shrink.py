@@ -17,6 +17,7 @@ from typing import Any
 from architecture.block_attention import flags_of
 from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ModelShape
+from base.options import as_typed
 from config.run_options import Run, Training
 from config.schema import GROUPS, Config, Layout
 from tools.checker.corpora import small_data
@@ -109,14 +110,15 @@ def unsaid(
     changed, without = [], []
     for group, cls in GROUPS.items():
         was, now = getattr(config, group), getattr(small, group)
-        for name in (field.name for field in dataclasses.fields(cls) if field.name in given):
-            flag = name.replace("_", "-")
+        for field in (field for field in dataclasses.fields(cls) if field.name in given):
+            name, typed = field.name, as_typed(field)
+            flag = typed.removeprefix("--")
             is_said = re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
             if is_said or group == "layout" or getattr(was, name) == getattr(now, name):
                 continue
             values = [getattr(each, name) for each in (was, now)]
             if group == "run" or values[1] is None:
-                without.append(f"--{flag}")
+                without.append(typed)
                 continue
             texts = [_text(value) for value in values]
             changed.append(f"{flag} {texts[0]} -> {texts[1]}")
@@ -220,12 +222,15 @@ def _mixer(model: ModelShape, layers: int, heads: int) -> dict[str, Any]:
     if model.mixer == "attention":
         return {}
     shared = min(model.mixer_value_heads // model.mixer_key_heads, 2)
+    values = heads * shared
+    if model.mixer == "mamba2" and model.mixer_key_heads < heads:  # tensor ranks share a group
+        heads = 1 if model.mixer_key_heads == 1 else 2
     mixes = flags_of(model.mixer_blocks, model.layers)
     pattern = "all" if all(mixes) else ",".join(str(1 - block % 2) for block in range(layers))
     return {
         "mixer_blocks": pattern,
         "mixer_key_heads": heads,
-        "mixer_value_heads": heads * shared,
+        "mixer_value_heads": values,
         "mixer_key_size": 4 if model.mixer_key_size == model.mixer_value_size else 6,
         "mixer_value_size": 4,
     }
@@ -261,7 +266,7 @@ def _training(training: Training) -> tuple[Training, list[str]]:
         said.append(f"--optimizer {training.optimizer} has no fp64: checked as adamw")
     if training.muon_dtype == "bf16":
         changed["muon_dtype"] = "master"
-        said.append("--muon-dtype bf16: in layouts with 16 bits, in others as its masters")
+        said.append("muon_dtype bf16: in layouts with 16 bits, in others as its masters")
     if training.rampup_batch_size:
         changed["rampup_batch_size"] = (BATCH // 2, BATCH // 2, BATCH)
     if training.batch_schedule:

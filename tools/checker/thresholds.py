@@ -12,42 +12,48 @@ takes the same branches, and rounding hides little: 16-bit types are fp32, and f
 
 import contextlib
 from collections.abc import Iterator
-from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import parallel
+from architecture import dispatch
 from base.errors import UserError
+from checkpointing import state, writer
 from config.run_options import LOSS_SCALE
 from config.schema import Config
+from distributed import collectives
+from layers import linear_recurrence, loss
+from optim import loss_scale, muon
 from optim.precision import DTYPES
+from telemetry import replica_check
 from tools.checker.variants import SIXTEEN_BITS
 
 # For each constant its module and the small value. Some tensors of a small run are above it, and
 # some below: matrices have some 2,000 elements, the logits of a micro-batch 3,000, its activations
 # 2,000 numbers of 8 bytes.
-SMALL: dict[tuple[str, str], Any] = {
-    ("checkpointing.state", "SPREAD_ELEMENTS"): 100,
-    ("checkpointing.writer", "RECORDED_ELEMENTS"): 1000,
-    ("architecture.dispatch", "LEAST_SPARED"): 0.0,
-    ("distributed.collectives", "SHORT_BYTES"): 2**12,
-    ("distributed.collectives", "EXCHANGE_BYTES"): 2**14,
-    ("layers.linear_recurrence", "BLOCK"): 3,
-    ("layers.linear_recurrence", "CHUNK"): 5,
-    ("layers.loss", "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
-    ("optim.loss_scale", "LOSS_SCALE"): LOSS_SCALE._replace(loss_scale_window=1),
-    ("optim.muon", "BATCH_ELEMENTS"): 4000,
-    ("parallel", "DRAWN_ON_CPU"): 1000,
-    ("parallel", "DRAWN_AT_ONCE"): 1000,
-    ("telemetry.replica_check", "HASHED_ON_CPU"): 1000,
-    ("telemetry.replica_check", "HASHED_AT_ONCE"): 1000,
+SMALL: dict[tuple[ModuleType, str], Any] = {
+    (state, "SPREAD_ELEMENTS"): 100,
+    (writer, "RECORDED_ELEMENTS"): 1000,
+    (dispatch, "LEAST_SPARED"): 0.0,
+    (collectives, "SHORT_BYTES"): 2**12,
+    (collectives, "EXCHANGE_BYTES"): 2**14,
+    (linear_recurrence, "BLOCK"): 3,
+    (linear_recurrence, "CHUNK"): 5,
+    (loss, "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
+    (loss_scale, "LOSS_SCALE"): LOSS_SCALE._replace(loss_scale_window=1),
+    (muon, "BATCH_ELEMENTS"): 4000,
+    (parallel, "DRAWN_ON_CPU"): 1000,
+    (parallel, "DRAWN_AT_ONCE"): 1000,
+    (replica_check, "HASHED_ON_CPU"): 1000,
+    (replica_check, "HASHED_AT_ONCE"): 1000,
 }
 
 
 # What compiles the code that only a run with --compile has, which a check runs as it is written.
-UNCOMPILED: dict[tuple[str, str], Any] = dict.fromkeys(
-    [("parallel", "compile_kernel"), ("layers.loss", "compile_kernel")],
+UNCOMPILED: dict[tuple[ModuleType, str], Any] = dict.fromkeys(
+    [(parallel, "compile_kernel"), (loss, "compile_kernel")],
     lambda function, dynamic=False: function,
 )
 
@@ -59,19 +65,18 @@ def small_thresholds() -> Iterator[None]:
     Raise UserError for a constant that the checked code has no more.
     """
     changed = SMALL | UNCOMPILED
-    modules = {module: import_module(module) for module, _ in changed}
     for module, name in changed:
-        if not hasattr(modules[module], name):
-            text = f"tools/checker/thresholds.py names {module}.{name}, which is gone: take it out"
-            raise UserError(text)
-    before = {(module, name): getattr(modules[module], name) for module, name in changed}
+        if not hasattr(module, name):
+            gone = f"{module.__name__}.{name}"
+            raise UserError(f"tools/checker/thresholds.py names {gone}, which is gone: take it out")
+    before = {(module, name): getattr(module, name) for module, name in changed}
     try:
         for (module, name), value in changed.items():
-            setattr(modules[module], name, value)
+            setattr(module, name, value)
         yield
     finally:
         for (module, name), value in before.items():
-            setattr(modules[module], name, value)
+            setattr(module, name, value)
 
 
 def has_wide_types(config: Config) -> bool:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from base.errors import UserError
+from base.errors import SET_UP, UserError
 
 SOURCE = Path(__file__).with_name("device_guard.cpp")
 COMPILERS = ("g++", "c++", "clang++")
@@ -32,7 +32,7 @@ def load(cache: Path | None = None) -> None:
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise UserError("rehearse.py needs torch: run scripts/setup.sh")
+        raise UserError(f"rehearse.py needs torch: {SET_UP}")
     torch_folder = Path(spec.origin).parent
     version = runpy.run_path(str(torch_folder / "version.py"))
     library = _compiled(torch_folder, version, cache or Path.home() / ".cache" / "trine")

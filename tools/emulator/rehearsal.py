@@ -51,6 +51,7 @@ from checkpointing.state import Progress
 from checkpointing.writer import Writer
 from config.mesh_axes import coordinates
 from config.schema import Config
+from config.timeline import Timeline
 from distributed import preflight
 from distributed.parent_death import end_with_parent
 from distributed.placement import allowed_cores, nodes_sent_once
@@ -290,13 +291,13 @@ def rehearse(
     events = {record.rank: record.events for record in records}
     # A rank that was not run gets the trace of the rank that represents it.
     traces = [events[rank] for rank in taken_as(config, list(events), case.nodes)]
-    largest_batch = max(level.batch for level in config.levels)
+    largest_batch = max(level.batch for level in Timeline(config).levels)
     return Rehearsal(
         config,
         RunTraces(records[0].rows, traces, frozenset(events)),
         records,
-        micro_batches=short.micro_batches(short.training.global_batch_size),
-        of_run=config.micro_batches(largest_batch),
+        micro_batches=short.layout.micro_batches(short.training.global_batch_size),
+        of_run=config.layout.micro_batches(largest_batch),
         routing=case.routing,
         node=case.world // case.nodes,
         seconds=sum(record.seconds for record in records),
@@ -312,7 +313,8 @@ def shortened(config: Config) -> Config:
     """Return the configuration of two steps, with the fewest micro-batches that reach the peak."""
     layout = config.layout
     training = config.training
-    micro_batches = config.micro_batches(max(level.batch for level in config.levels))
+    largest_batch = max(level.batch for level in Timeline(config).levels)
+    micro_batches = layout.micro_batches(largest_batch)
     if layout.schedule != "gpipe":  # GPipe keeps all micro-batches, so its peak needs all
         steady = layout.stages + 2  # with so many micro-batches all stages reach the steady state
         micro_batches = min(micro_batches, steady)
@@ -369,10 +371,10 @@ def run_rank(
                 record.peaks["build"] = meter.peaks["build"]  # `meter.start` would forget it
             meter.start()  # forgets the peaks so far, so that those of the second step remain
             context.recorder.begin_step(step)
-            micro_batches = config.micro_batches(config.training.global_batch_size)
+            micro_batches = config.layout.micro_batches(config.training.global_batch_size)
             if step == 1:  # the first step only has to make the optimizer's state
                 micro_batches = min(2, micro_batches)
-            state.config = _with_micro_batches(config, micro_batches)
+            state.timeline = Timeline(_with_micro_batches(config, micro_batches))
             trainer.step(state, samples, 0, config.training.lr)
             _classify(state, meter, built=True)
             # The ranks exchange statistics after a step, as in the trainer's loop. The values have
@@ -407,7 +409,7 @@ def _after_steps(
     if config.run.sample_every:
         recorder.enter("sample")
         state.optimizer.finish_gathering()
-        decoder = Decoder(state.pipeline, state.factory, config.model)
+        decoder = Decoder(state.pipeline, state.factory, config)
         # Two tokens take a pass over the prompt, and a pass that uses its cached keys and values.
         decoder.generate([0], 2, SamplingParams())
     # The save does all but writing: the disk has room for any checkpoint, and the writer, which

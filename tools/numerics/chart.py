@@ -96,7 +96,7 @@ def _picture(curves: Sequence[ChartCurve]) -> str:
 
     A run has the same colour and dashes in all panels. Raise UserError without matplotlib.
     """
-    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed(errors.PLOTS):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator

@@ -86,7 +86,7 @@ def page(found: dict[str, Any], text: str) -> str:
 
     Raise UserError if matplotlib is not installed.
     """
-    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed(errors.PLOTS):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 

@@ -195,7 +195,7 @@ def _picture(series: Series, number: int) -> str:
 
     number: that of the run on the page, since ids in pictures must differ.
     """
-    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed(errors.PLOTS):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator

@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from base.errors import UserError
-from config import schema, validation
+from config import validation
+from config.timeline import Timeline
 from costs.job import Job
 from costs.step_time import predict
 from tools.planner import cost, layouts
@@ -143,9 +144,10 @@ def _phases(question: Question, best: layouts.Ranked, tokens: float) -> list[dic
     of the whole run. Raise UserError if the layout cannot divide a phase's batch.
     """
     run = question.config
+    phases = Timeline(run).phases
     rows = []
-    ends = [phase.tokens for phase in run.phases[1:]] + [tokens]
-    for phase, end in zip(run.phases, ends):
+    ends = [phase.tokens for phase in phases[1:]] + [tokens]
+    for phase, end in zip(phases, ends):
         if end <= phase.tokens:
             continue
         layout = best.layout
@@ -170,7 +172,7 @@ def rampup(question: Question) -> Answer:
     run it with which micro-batch sizes. Raise UserError without a ramp-up.
     """
     run, node = question.config, question.machine.node
-    levels = schema.batch_schedule(run.training, run.model.seq_length).levels()
+    levels = Timeline(run).batches.levels()
     if len(levels) == 1:
         raise UserError(
             "which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as "

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from base.errors import UserError
-from config import schema
+from config.timeline import Timeline
 from costs import hardware
 from costs.job import Job
 from costs.step_time import at_other_network, predict
@@ -193,6 +193,4 @@ def rampup(line: layouts.Ranked, question: Question) -> str:
 
     It is "fits", or the first batch size that does not fit, or "-" without a ramp-up.
     """
-    run = question.config
-    schedule = schema.batch_schedule(run.training, run.model.seq_length)
-    return layouts.rampup_verdict(line.layout, schedule)
+    return layouts.rampup_verdict(line.layout, Timeline(question.config).batches)

@@ -17,6 +17,7 @@ from base.errors import UserError
 from base.paths import write_file
 from config.batch_schedule import Level
 from config.schema import Config, Layout, Training
+from config.timeline import Timeline
 from costs.job import Job
 from costs.step_time import predict
 from tools.planner import duration_questions
@@ -54,8 +55,9 @@ def levels_of_run(config: Config) -> list[Level]:
     if training.steps is None and training.train_samples is None:
         raise UserError("how long is the run? give --train-samples or --steps")
     levels = []
-    for level in config.batches.levels():
-        left = config.total_steps - level.first_step
+    timeline = Timeline(config)
+    for level in timeline.batches.levels():
+        left = timeline.total_steps - level.first_step
         if left > 0:
             levels.append(replace(level, steps=min(level.steps or left, left)))
     return levels
@@ -174,7 +176,10 @@ def rampup(question: Question) -> Answer:
     # The file of --jobs is read by scripts/growing_jobs.py, which submits a job for each segment.
     # It recognises the run by `model` and `batches`, and passes the words in `sbatch` to sbatch.
     data |= {"segments": segments, "model": asdict(question.config.model)}
-    data |= {"batches": question.config.batches.starts, "sbatch": (options.submit or "").split()}
+    data |= {
+        "batches": Timeline(question.config).batches.starts,
+        "sbatch": (options.submit or "").split(),
+    }
     write_file(options.jobs, json.dumps(data, indent=1) + "\n")
     return Answer(_text(data), data)
 

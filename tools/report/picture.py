@@ -72,7 +72,7 @@ def write(
     A line joins the points of the last group. Raise UserError if the file cannot be written, or
     without matplotlib.
     """
-    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed(errors.PLOTS):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 

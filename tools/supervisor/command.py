@@ -34,6 +34,7 @@ def run_options(words: Sequence[str]) -> dict[str, str]:
     parser = Parser(allow_abbrev=False, add_help=False)
     for name in ("--out", "--resume", "--config"):
         parser.add_argument(name)
+    parser.add_argument("--set", nargs="+", action="extend", default=[])
     flags, _ = parser.parse_known_args(list(words))
     try:
         tree = read_toml(flags.config, flags.config) if flags.config else {}
@@ -44,7 +45,9 @@ def run_options(words: Sequence[str]) -> dict[str, str]:
     options = {"out": Run.out, "resume": ""}
     for table in tables:
         options |= {name: str(table[name]) for name in options if name in table}
-    return options | {name: getattr(flags, name) for name in options if getattr(flags, name)}
+    by_key = dict(word.split("=", 1) for word in flags.set if "=" in word)
+    given = {name: getattr(flags, name) or by_key.get(name) for name in options}
+    return options | {name: value for name, value in given.items() if value}
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def _picture(result: SearchResult) -> str:
     Measured over predicted seconds; the seconds of the trials in their order, with the fastest so
     far; seconds over memory. The fastest layouts have their number in the table beside them.
     """
-    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed(errors.PLOTS):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
