@@ -92,7 +92,6 @@ def test_given_options_that_the_small_run_has_not_are_named(tmp_path):
     assert list(unsaid(request.config, config, request.given, lines)) == [
         "steps 10 -> 3, lr 1e-05 -> 0.001",
         "without --save-every",
-        "without --tp: the check picks layouts, or takes those of --layout",
     ]
 
 

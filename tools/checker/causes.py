@@ -12,6 +12,7 @@ then their sum was left out.
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def operations(reference: Reference, key: Key, layout: Layout) -> str:
         return WORDS["number"].get(name, WORDS["number"]["other"])
     words = WORDS["parameter"]
     if step == 0 or (step == 1 and kind == IN_USE):
-        return words["drawn"]
+        return _for(words["drawn"], layout)
     if kind == AFTER and re.search(r"router\.(bias|load)", name):
         return words["router"]
     if kind in words:
@@ -167,7 +168,14 @@ def explanations(reference: Reference, difference: Difference, layout: Layout) -
     if not all(np.isfinite(part.piece.values).all() for part in wrong):
         return ["it has numbers that are not finite"]
     found: list[str] = []
-    for explain in (_of_sums, _of_terms, _of_factors, _of_steps, _of_vectors, _of_places):
+    for explain in (
+        _missing_sums,
+        _repeated_terms,
+        _wrong_factors,
+        _stale_steps,
+        _wrong_vectors,
+        _wrong_elements,
+    ):
         found += explain(reference, difference, layout)
     return list(dict.fromkeys(found))[:2]
 
@@ -180,7 +188,7 @@ def _fits(values: np.ndarray, expected: np.ndarray, scale: float) -> bool:
     return values.shape == expected.shape and bool(np.abs(values - expected).max() <= CLOSE * scale)
 
 
-def _of_sums(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _missing_sums(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """The ranks along an axis hold terms of the sum, or the sum counts something several times."""
     for axis in ("tp", "cp", "dp", "pp"):
         size = getattr(layout, axis) or 1
@@ -219,7 +227,7 @@ def _groups(difference: Difference, axis: str) -> list[list[TensorPart]]:
     return wrong if len(alike) == len(groups) else []
 
 
-def _of_factors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_factors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """All values are one rank's times a number."""
     values = np.concatenate([p.piece.values.ravel() for p in difference.wrong]).astype(float)
     expected = np.concatenate([p.expected.ravel() for p in difference.wrong]).astype(float)
@@ -234,7 +242,6 @@ def _of_factors(reference: Reference, difference: Difference, layout: Layout) ->
     if not np.abs(values - factor * expected).max() <= CLOSE * largest:
         return
     sizes = {axis: getattr(layout, axis) or 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
-    names = [f"{axis} ({size})" for axis, size in sizes.items() if size > 1]
     along = {size: axis for axis, size in reversed(sizes.items()) if size > 1}
     for size, axis in along.items():
         if abs(factor - size) < CLOSE * size:
@@ -251,12 +258,15 @@ def _of_factors(reference: Reference, difference: Difference, layout: Layout) ->
             return
     if abs(factor - 2) < CLOSE:
         yield "twice one rank's: as if a sum were taken twice"
-    else:
-        yield f"{factor:.6g} times one rank's; {', '.join(names) or 'one rank'}"
+    elif difference.key[1] != AFTER:  # of weights an update changes little, whatever is wrong
+        yield f"{factor:.6g} times one rank's"
 
 
-def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
-    """The values are those of the step before, or have them in them."""
+def _stale_steps(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+    """The values are those of the step before, or have them in them.
+
+    Weights always have, and an update that decays them otherwise is off by a share of them.
+    """
     step, kind, name = difference.key
     before = reference.tensors.get((step - 1, kind, name))
     now = reference.tensors[difference.key]
@@ -274,7 +284,13 @@ def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> I
     old = np.concatenate([values.ravel() for values in earlier])
     # Clipping has multiplied a gradient that was left in its buffer.
     share = float(off @ old) / float(old @ old) if old.any() else 0.0
-    if abs(share) > CLOSE and old.size >= LEAST_FITTED and _fits(off, share * old, scale):
+    if old.size < LEAST_FITTED or not share:
+        return
+    if kind == AFTER:
+        # The difference itself is the scale: it is small beside the weights.
+        if _fits(off, share * old, float(np.abs(off).max())):
+            yield f"off by {share:.4g} times the weights before the update: as weight decay is"
+    elif abs(share) > CLOSE and _fits(off, share * old, scale):
         times = "" if abs(share - 1) < CLOSE else f", times {share:.4g}, as if clipped"
         yield f"that of the step before is still in it: not cleared{times}"
 
@@ -295,7 +311,7 @@ def _is_vector(off: np.ndarray, scale: float) -> bool:
     return bool(np.abs(off - off[:1, :1]).max() <= CLOSE * scale * 1e-2)
 
 
-def _of_vectors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_vectors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """Every token has the same vector too much: perhaps a bias, several times."""
     step = difference.key[0]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
@@ -319,7 +335,7 @@ def _of_vectors(reference: Reference, difference: Difference, layout: Layout) ->
     yield "every token has the same vector too much: as if a bias were added on several ranks"
 
 
-def _of_places(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_elements(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """The tokens' rows are those of other tokens."""
     whole = reference.tensors[difference.key]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
@@ -349,7 +365,7 @@ def _of_places(reference: Reference, difference: Difference, layout: Layout) -> 
         yield f"sample {sample} has those of sample {b}: as if a replica read another's samples"
 
 
-def _of_terms(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _repeated_terms(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """A matrix's gradient is that of some of the tokens: a sum over the others is missing."""
     step, kind, name = difference.key
     module, _, last = name.rpartition(".")
@@ -463,21 +479,57 @@ TRAITS: dict[str, Callable[[Layout], bool]] = {
 }
 
 
+# Traits that say no more than others, if one of those fits too.
+IMPLIED = {
+    "dp x cp above 1": ("dp above 1", "cp above 1"),
+    "tp above 1 without sequence parallelism": ("tp above 1",),
+    "recomputation": ("recompute full", "recompute selective"),
+    "ZeRO 1 or 2": ("ZeRO 1", "ZeRO 2"),
+    "ZeRO 1, 2 or 3": ("ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 1 or 2"),
+}
+FITTING = 3  # traits that are named if the runs do not tell which it is
+
+
+def own_traits(differing: Sequence[Layout], equal: Sequence[Layout]) -> list[str]:
+    """Return the traits that all layouts that differ have, and none that is equal."""
+    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
+    own = [name for name in held if not any(map(TRAITS[name], equal))]
+    specific = [name for name in own if not set(IMPLIED.get(name, ())) & set(own)]
+    return [name for name in specific if name != "more than one rank"] or own
+
+
 def shared(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
     """Return what every layout that differs has, and no other; else what they all have."""
     if not differing:
         return ""
-    held = {name: has for name, has in TRAITS.items() if all(map(has, differing))}
-    for name, has in held.items():
-        if not any(map(has, equal)):
-            return f"every layout with {name} differs, and no other"
-    names = list(held)
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            if not any(held[a](x) and held[b](x) for x in equal):
-                return f"every layout with {a} and {b} differs, and no other"
+    if not equal:
+        return "every layout" if len(differing) > 1 else f"the only layout{_axes(differing[0])}"
+    own = own_traits(differing, equal)
+    text = " or ".join(own[:FITTING])
+    if not own:
+        text = _pair(differing, equal)
+    if text and len(differing) == 1:
+        return f"the only layout with {text} that ran"
+    if text:
+        return f"every layout with {text} differs, and no other"
+    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
     if not held:
         return ""
-    best = min(held, key=lambda name: sum(map(held[name], equal)))
-    others = sum(map(held[best], equal))
+    best = min(held, key=lambda name: sum(map(TRAITS[name], equal)))
+    others = sum(map(TRAITS[best], equal))
     return f"all that differ have {best}; {others} with it are equal"
+
+
+def _axes(layout: Layout) -> str:
+    """Return the axes of the only layout that ran, which say where the difference may be from."""
+    axes = [axis for axis in ("tp", "pp", "cp", "dp", "ep") if (getattr(layout, axis) or 1) > 1]
+    return f" with {' and '.join(axes)} that ran" if axes else " that ran"
+
+
+def _pair(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
+    """Return two traits that all layouts that differ have, and none that is equal; or nothing."""
+    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
+    for a, b in combinations(held, 2):
+        if not any(TRAITS[a](x) and TRAITS[b](x) for x in equal):
+            return f"{a} and {b}"
+    return ""

@@ -9,6 +9,7 @@ first, or why the run has no result.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from typing import Any
 
 from base.errors import UserError
 from config.schema import Config, Layout
-from tools.checker.compare import Difference, Reference, first_difference
+from tools.checker.compare import LOADS, Difference, Reference, first_difference, relative
 from tools.checker.corpora import write_corpora
 from tools.checker.layouts import ranks_of
 from tools.checker.ranks import Failure, Worlds
 from tools.checker.runs import CheckedRun, RunAnswer, Worker
+from tools.checker.thresholds import has_wide_types
 from tools.checker.variants import Variant
 
 SECONDS_OF_ONE = 1800.0  # one rank waits for nobody; a busy machine may take long
@@ -73,14 +75,14 @@ def _others(
     reference: Reference, one: RunAnswer, answers: list[RunAnswer], begin: int
 ) -> Iterator[str]:
     """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
-    first, most = answers[0], reference.tolerance
+    first = answers[0]
     for name, loss in one.evaluated.items():
         other = first.evaluated.get(name, float("nan"))
-        if not abs(other - loss) <= most * abs(loss):
+        if reference.differs((-1, "number", name), relative(other, loss)):
             yield f"{name} loss: {other:.12g} for {loss:.12g}"
     for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
-        if not all(abs(a - b) <= most * abs(a) for a, b in zip(loads, others)):
-            yield f"loads of experts of step {step}: {others} for {loads}"
+        if reference.differs((step, "number", LOADS), max(map(relative, others, loads), default=0)):
+            yield f"{LOADS} of step {step}: {others} for {loads}"
             break
     for sentence in [x for answer in answers for x in answer.unequal][:1]:
         yield f"replicas: {sentence}"
@@ -138,6 +140,9 @@ class Engine:
                 self._keep(list(runs)[number], answers)
         limit = max(self.seconds, LONGER * (time.monotonic() - began))
         self.reference, self.one = self.references[""], self.ones[""]
+        if self.reference.rounding.held:
+            # Of the gradients in 16 bits more are rounding, in each layout others.
+            self.others = [each for each in self.others if not has_wide_types(each.config)]
         worker = Worker(self.references)
         self.worlds = Worlds(worker, self.plain, self.at_once, limit)
         return self.one
@@ -148,8 +153,14 @@ class Engine:
             of = f", with {sizes}," if sizes else ""
             raise UserError(f"the run on one rank{of} fails: {answers.text}")
         (one,) = answers
+        for step, loss in enumerate(one.losses, 1):
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"on one rank the loss of step {step} is {loss}, so that nothing can be "
+                    f"compared: look at options that the small run keeps, such as --adam-eps"
+                )
         precision = self.config.training.precision
-        self.references[sizes] = Reference(one.pieces, one.aliases, precision)
+        self.references[sizes] = Reference(one.pieces, one.aliases, precision, one.rounding)
         self.ones[sizes] = one
         one.pieces = []
 

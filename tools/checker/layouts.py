@@ -63,17 +63,21 @@ def ranks_of(layout: Layout) -> int:
 def name_of(layout: Layout) -> str:
     """Return a layout as a user writes it: its axes above 1 and the options that are not plain."""
     words = []
-    for name in (*AXES, *VALUES):
+    for name in (*AXES, *VALUES, "virtual_stages"):
         value = getattr(layout, name)
-        plain = 1 if name in AXES else VALUES[name][0]
+        plain = 1 if name in AXES else VALUES.get(name, (None,))[0]
         if value is None or value == plain:
             continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else f"no-{flag}")
-        else:
-            words.append(f"{flag} {value}")
+        words.append(_setting(name, value))
     return " ".join(words) or "one rank"
+
+
+def _setting(name: str, value: Any) -> str:
+    """Return an option of a layout as a user writes it."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return flag if value else f"no-{flag}"
+    return f"{flag} {value}"
 
 
 def read(text: str, config: Config) -> Layout:
@@ -162,6 +166,130 @@ def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
         chosen += chance.sample(names, min(len(names), max(0, count - len(chosen))))
         chosen = chosen[:count]
     return [pool[name] for name in chosen]
+
+
+# What an option needs to do anything.
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "zero": {"dp": 2},
+    "ep": {"dp": 2},
+    "overlap_param_gather": {"dp": 2},
+    "schedule": {"pp": 2},
+    "virtual_stages": {"pp": 2, "schedule": "interleaved"},
+    "partition": {"pp": 2},
+    "sequence_parallel": {"tp": 2},
+}
+
+
+def with_given(
+    config: Config, ranks: int, chosen: Sequence[Layout], given: dict[str, Any]
+) -> tuple[list[Layout], list[str]]:
+    """Return as many layouts, in at least half of which each given option is, and lines on it.
+
+    given: options of a layout by name. A number that does not fit the small run, such as tp 8,
+    becomes one that does; an option that no layout of the small run can have is named in a line.
+    Layouts give way from the end, and those with another value of the option after all others.
+    """
+    layouts, lines = list(chosen), []
+    wanted: dict[str, Any] = {}
+    for name, value in given.items():
+        together = _fitting(config, ranks, name, value, wanted)
+        fitting = _fitting(config, ranks, name, value, {}) if together is None else together
+        if fitting is not None:
+            wanted[name] = fitting
+    alone = [_with(config, {}, {name: value}) for name, value in wanted.items()]
+    known = set(map(name_of, layouts))
+    new = [x for x in alone if x is not None and name_of(x) not in known and ranks_of(x) <= ranks]
+    layouts = [*new, *layouts][: len(layouts)]
+    for name in wanted:
+        for place in sorted(range(len(layouts)), key=lambda n: _is_other(layouts[n], name, n)):
+            has = [layout for layout in layouts if getattr(layout, name) == wanted[name]]
+            if 2 * len(has) >= len(layouts):
+                break
+            if layouts[place] not in has:
+                layouts[place] = _changed(config, ranks, layouts, place, name, wanted)
+    for name, value in wanted.items():
+        has = [layout for layout in layouts if getattr(layout, name) == value]
+        is_said = "" if value == given[name] else f" for {name.replace('_', '-')} {given[name]}"
+        lines.append(f"{len(has)} of {len(layouts)} have {_setting(name, value)}{is_said}")
+    if none := [name.replace("_", "-") for name in given if name not in wanted]:
+        lines.append(f"without {', '.join(f'--{name}' for name in none)}: no layout can have it")
+    return _in_turn(layouts, wanted), lines
+
+
+def _fitting(config: Config, ranks: int, name: str, value: Any, others: dict[str, Any]) -> Any:
+    """Return a value of an option that the small run can have beside others.
+
+    It is the given one, or a smaller number; None: there is none.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool) and name != "zero"
+    smaller = [n for n in (2, 3, 4) if is_number and 1 < n < value]
+    for tried in (value, *smaller):
+        layout = _with(config, {}, others | {name: tried})
+        if layout is not None and ranks_of(layout) <= ranks:
+            return tried
+    return None
+
+
+def _with(config: Config, options: dict[str, Any], wanted: dict[str, Any]) -> Layout | None:
+    """Return a layout of options with the wanted ones and what they need; None if there is none."""
+    options = options | wanted
+    for name, value in wanted.items():
+        for needed, least in COMPANIONS.get(name, {}).items():
+            least = value if name == "ep" else least
+            is_number = isinstance(least, int)
+            options[needed] = max(options.get(needed, 1), least) if is_number else least
+    if not all(options.get(name, True) for name in ("sync_each_batch", "reshard_after_forward")):
+        options |= {"zero": 3, "dp": max(options.get("dp", 1), 2)}
+    if "recompute_layers" in wanted and options.get("recompute", "none") == "none":
+        options["recompute"] = "full"
+    made = with_options(config, options)
+    is_made = made is not None and all(getattr(made, n) == v for n, v in wanted.items())
+    return made if is_made else None
+
+
+def _is_other(layout: Layout, name: str, place: int) -> tuple[bool, int]:
+    """Return a sort key of the layouts that give way: the last first, other values at the end."""
+    value = getattr(layout, name)
+    plain = 1 if name in AXES else VALUES.get(name, (None,))[0]
+    return value not in (None, plain), -place
+
+
+def _changed(
+    config: Config,
+    ranks: int,
+    layouts: Sequence[Layout],
+    place: int,
+    name: str,
+    wanted: dict[str, Any],
+) -> Layout:
+    """Return the layout at a place with an option, or else a random one that has it.
+
+    The other wanted options that the layout has stay. If there is no new one, it is as it was.
+    """
+    known, layout = set(map(name_of, layouts)), layouts[place]
+    options = {each: getattr(layout, each) for each in (*AXES, *VALUES)}
+    changed = _with(config, options, {name: wanted[name]})
+    if changed is None or ranks_of(changed) > ranks or name_of(changed) in known:
+        held = {other for other, value in wanted.items() if getattr(layout, other) == value}
+        fixed = {other: wanted[other] for other in (name, *held)}
+        chance = random.Random(place)
+        tries = (_drawn(config, ranks, chance, fixed) for _ in range(TRIES_ALONE))
+        fit = (x for x in tries if x and all(getattr(x, o) == v for o, v in fixed.items()))
+        changed = next((x for x in fit if name_of(x) not in known), None)
+    return changed or layout
+
+
+def _in_turn(layouts: Sequence[Layout], wanted: dict[str, Any]) -> list[Layout]:
+    """Return the layouts in their order, those with a wanted option and those without in turn."""
+    having: list[Layout] = []
+    others: list[Layout] = []
+    for layout in layouts:
+        has = any(getattr(layout, name) == value for name, value in wanted.items())
+        (having if has else others).append(layout)
+    having.sort(key=lambda layout: (ranks_of(layout), len(name_of(layout))))
+    pairs = [pair for both in zip(having, others) for pair in both]
+    shorter = min(len(having), len(others))
+    return [*pairs, *having[shorter:], *others[shorter:]]
 
 
 def some(config: Config, ranks: int, count: int, name: str) -> list[Layout]:

@@ -46,14 +46,6 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
         fewer = min(model.vocab_size, OFTEN)  # so that documents of random tokens end often
         model = dataclasses.replace(model, vocab_size=fewer)
     training, said = _training(config.training)
-    # A softmax takes no notice of the bias of the columns of keys that RoPE does not rotate: its
-    # gradient is rounding alone, which Adafactor divides by its own size, so that its update
-    # differs in every layout.
-    rotates_all = model.positions == "rotary" and model.rotary_fraction == 1.0
-    rotates_all &= model.rotary_blocks == "all"
-    if training.optimizer == "adafactor" and model.qkv_bias and not rotates_all:
-        model = dataclasses.replace(model, qkv_bias=False)
-        said.append("qkv-bias true -> false: Adafactor's update of the bias of keys is rounding")
     if on_gpus:
         training = dataclasses.replace(training, precision="bf16")
     data, said_of_data = small_data(config.data, model, folder)
@@ -126,9 +118,6 @@ def unsaid(
         yield ", ".join(changed)
     if without:
         yield f"without {', '.join(without)}"
-    if of_layout := [n for n in given if n in {f.name for f in dataclasses.fields(Layout)}]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_layout))
-        yield f"without {flags}: the check picks layouts, or takes those of --layout"
 
 
 def _text(value: Any) -> str:
@@ -274,7 +263,6 @@ def _training(training: Training) -> tuple[Training, list[str]]:
     # Rates that are too small would hide an update that is wrong.
     changed["lr"] = max(training.lr, 1e-3) if training.lr else 0.0
     changed["clip_grad"] = min(training.clip_grad, CLIP)
-    changed["adam_eps"] = max(training.adam_eps, 1e-8)
     for name in ("lr_warmup_samples", "lr_wsd_decay_samples"):
         if getattr(training, name):
             changed[name] = min(getattr(training, name), BATCH)
