@@ -52,7 +52,7 @@ def plan(tmp_path, words: str, ranks: int = 4, **named) -> CheckPlan:
         (f"{GPT} --precision fp16", {"fp16"}),
         (f"{GPT} --precision fp32", set()),
         (
-            f"{GPT} --precision fp32 --optimizer muon --muon-dtype bf16",
+            f"{GPT} --precision fp32 --optimizer muon --set muon_dtype=bf16",
             {"fp16", "gradients in bf16"},
         ),
         (f"{GPT} --precision fp64 --compile", {"compile"}),
