@@ -81,6 +81,18 @@ class ModelShape:
         "multiply the embedding's output by the root of hidden, as Gemma does",
         file_only=True,
     )
+    embedding_multiplier: float = option(
+        1.0, "multiply the embedding's output by this, as Granite does", above=0.0, file_only=True
+    )
+    residual_multiplier: float = option(
+        1.0,
+        "multiply what attention and MLP add to the residual stream, as Granite does",
+        above=0.0,
+        file_only=True,
+    )
+    logit_divisor: float = option(
+        1.0, "divide the output logits by this, as Granite does", above=0.0, file_only=True
+    )
     tied: bool = option(True, "the output head shares the embedding's weights")
     norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0, file_only=True)
     rotary_base: float = option(
@@ -261,6 +273,14 @@ class ModelShape:
         "the block's input",
         choices=("pre-norm", "post-norm", "sandwich", "parallel"),
     )
+    mixer_block: str = option(
+        None,
+        "norms of the blocks with the mixer, pre-norm or post-norm, default: block",
+        choices=("pre-norm", "post-norm", "sandwich", "parallel"),
+        needs=MIXER,
+        file_only=True,
+        example="post-norm",
+    )
     experts: int = option(1, "experts per MoE layer (1 = dense model)", minimum=1)
     experts_per_token: int = option(
         None, "experts per token (top-k), default: 2 in an MoE model", minimum=1
@@ -364,10 +384,11 @@ class ModelShape:
         value_heads = self.mixer_value_heads or self.heads
         size = self.head_size or head["head_size"]
         mixer = {
-            "mixer_value_heads": value_heads,
+            "mixer_value_heads": self.heads,
             "mixer_key_heads": value_heads,
             "mixer_key_size": size,
             "mixer_value_size": size,
+            "mixer_block": self.block,
         }
         return head | widths | experts | attention | mixer | {"qkv_bias": bias}
 
@@ -458,6 +479,10 @@ class ModelShape:
         if self.mixer == "attention" or not flags_of(self.mixer_blocks, self.layers)[block]:
             return "attention"
         return self.mixer
+
+    def block_of(self, block: int) -> str:
+        """Return where the norms of the block with number `block` are, as --block says it."""
+        return self.block if self.mixer_of(block) == "attention" else self.mixer_block
 
     @property
     def attention_blocks(self) -> list[int]:

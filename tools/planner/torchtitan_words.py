@@ -106,6 +106,9 @@ def _lacks(model: ModelShape) -> str:
     lacks = {
         "norm of the embedding": model.embedding_norm,
         "embedding_scaled": model.embedding_scaled,
+        "embedding_multiplier": model.embedding_multiplier != 1,
+        "residual_multiplier": model.residual_multiplier != 1,
+        "logit_divisor": model.logit_divisor != 1,
         "norm_plus_one": model.norm_plus_one,
         f"--block {model.block}": model.block != "pre-norm",
         "qk_norm full": model.qk_norm == "full",
