@@ -224,6 +224,38 @@ LINEAR_ATTENTION = {
     "linear_value_head_dim": 12,
     "num_hidden_layers": 4,
 }
+QWEN35 = (
+    SMALL
+    | LINEAR_ATTENTION
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "bos_token_id": None,
+        "eos_token_id": TURN,
+        "full_attention_interval": 4,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "intermediate_size": 80,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "max_position_embeddings": 512,
+        "mamba_ssm_dtype": "float32",
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
+)
 GEMMA2 = SMALL | {
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,
@@ -504,6 +536,60 @@ MODELS: dict[str, tuple[dict, dict | None, str | None]] = {
         },
         {"bos_token_id": PAD, "eos_token_id": [TURN, PAD], "pad_token_id": PAD},
         "tokenizer_config.json",
+    ),
+    "Qwen3.5-9B, text": (QWEN35, {"eos_token_id": [TURN, PAD], "pad_token_id": PAD}, None),
+    "Qwen3.5-35B-A3B, text": (
+        {k: v for k, v in QWEN35.items() if k != "intermediate_size"}
+        | {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+            "moe_intermediate_size": 40,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 24,
+        },
+        {"eos_token_id": [TURN, PAD], "pad_token_id": PAD},
+        None,
+    ),
+    "GLM-4.5": (
+        {k: v for k, v in GLM4.items() if k != "rms_norm_eps"}
+        | {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "first_k_dense_replace": 1,
+            "model_type": "glm4_moe",
+            "moe_intermediate_size": 24,
+            "n_group": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 3,
+            "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+        {"eos_token_id": [EOS, TURN, PAD], "pad_token_id": EOS},
+        None,
+    ),
+    "MiniMax-M2": (
+        {k: v for k, v in MISTRAL.items() if k not in ("rope_scaling", "sliding_window")}
+        | {
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "head_dim": 16,
+            "model_type": "minimax_m2",
+            "num_experts_per_tok": 3,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rotary_dim": 8,
+            "router_aux_loss_coef": 0.001,
+            "router_jitter_noise": 0.0,
+        },
+        {"bos_token_id": BOS, "eos_token_id": EOS},
+        None,
     ),
     "Mistral-7B-v0.1": (MISTRAL | {"sliding_window": 128, "rope_theta": 10000.0}, None, None),
     "Mistral-7B-Instruct-v0.3": (
