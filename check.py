@@ -4,13 +4,14 @@
     python check.py --config RUN.toml                  the code that this run uses
     python check.py --model llama-3-8b --optimizer muon --layout "tp 2 dp 2 zero 2"
 
-All of train.py's options are taken, and these:
+All of train.py's options are taken, a layout's (--zero 3) for half of the layouts, and these:
 
-    --layouts N       this many layouts; default: as many as cover every pair of axes and options
+    --layouts N       this many layouts, and one for each eight of every variant; default: as many
+                      as cover every pair of axes and options
     --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
     --ranks N         most ranks of a layout; default: 4, or 8 if there are 8 cores
     --minutes M       start no further layout after this many minutes
-    --all             run all layouts; else a difference ends the check when 6 layouts have run
+    --all             run all layouts; else a difference ends the check when 12 layouts have run
     --random N        check N random configurations, each in --layouts layouts (default: 2); options
                       of train.py hold in each: --random 50 --optimizer muon; --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
@@ -18,14 +19,17 @@ All of train.py's options are taken, and these:
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
-tensor of every step is compared with one rank's. Finally a run is saved in one layout and resumed
-in others. A difference is reported with the first tensor, in the order in which tensors are
-computed, the operations before it, and explanations that fit its values.
+tensor of every step is compared with one rank's; how far rounding alone moves each is measured.
+Some more layouts have the branches of 16-bit precision, other lengths and heads, or --compile. In
+some a text is decoded and others are scored. Finally a run is saved in one layout and resumed in
+others. A difference is reported with the first tensor, in the order in which tensors are computed,
+the operations before it, and explanations that fit its values.
 
 Under srun or mpirun, --cluster measures and tries the cluster itself and writes a page about it
 (docs/clusters.md). It takes none of these options; its own: check.py --cluster --help.
 
-Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistake.
+Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistake; 3 an error of
+this program, which is no verdict; 130 after Ctrl-C, which prints what has been equal.
 """
 
 import dataclasses
@@ -34,8 +38,9 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +57,17 @@ with errors.installed():
     from base.errors import UserError, nearest
     from config import validation
     from config.command_line import SHAPE, Request, parse_request
-    from config.schema import Config, Layout
+    from config.schema import Layout
     from distributed import local_ranks
     from distributed.placement import allowed_cores
-    from tools.checker.layouts import cover, ranks_of, read, some, to_resume
+    from tools.checker.layouts import some, with_given
     from tools.checker.shrink import shrink, unsaid
+    from tools.checker.variants import CheckPlan, plan_of
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
-ENOUGH = 6  # layouts that tell where a difference comes from
+# Layouts that tell where a difference comes from, and if there are two: those of one setting.
+ENOUGH = 12
 OWN: tuple[str, ...] = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
 OWN += ("--at-once", "--cuda", "--cluster")
 OF_TRAIN = ("--layers",)
@@ -73,6 +80,7 @@ APART = {
     ("random", "cuda"): "random runs are compared in fp64, on CPUs",
 }
 SAVED_AFTER = 1  # the step after which the resumed run is saved
+NO_VERDICT, INTERRUPTED = 3, 130  # exit statuses
 
 
 def main(arguments: list[str]) -> int:
@@ -102,20 +110,32 @@ def main(arguments: list[str]) -> int:
         small, lines = shrink(request.config, Path(folder), given.cuda)
         lines += unsaid(request.config, small, request.given, lines)
         validation.check(small, 1)
-        chosen = [read(text, small) for text in given.layout or ()]
-        chosen = chosen or cover(small, ranks, given.layouts)
-        if not chosen:
+        plan = plan_of(small, request.config, ranks, given.layouts, given.layout or ())
+        wanted = given_layout(request)
+        if given.layout and wanted:
+            lines.append(f"without {_flags(wanted)}: the layouts are those of --layout")
+        elif wanted:
+            layouts, of_given = with_given(small, ranks, plan.layouts, wanted)
+            plan = dataclasses.replace(plan, layouts=layouts)
+            lines += of_given
+        if not plan.every:
             raise UserError(f"this run has no layout but one rank, on up to {ranks} ranks")
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr)
-        number = f"{len(chosen)} layouts" if len(chosen) > 1 else "1 layout"
-        most = max(map(ranks_of, chosen))
-        precision = small.training.precision
-        print(f"{number} of up to {most} ranks, each against one rank in {precision}")
-        for text in lines:
-            print(f"small: {text}")
-        sys.stdout.flush()
-        return _check(small, chosen, given, Path(folder))
+        print(*plan.introduction(), *(f"small: {text}" for text in lines), sep="\n", flush=True)
+        return _check(plan, given, Path(folder))
+
+
+def given_layout(request: Request) -> dict[str, Any]:
+    """Return the options of a layout that the user gave, without those that leave it open."""
+    fields = {field.name for field in dataclasses.fields(Layout)} & set(request.given)
+    values = {name: getattr(request.config.layout, name) for name in sorted(fields)}
+    return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def _flags(names: Iterable[str]) -> str:
+    """Return options as a user writes them."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _check_options(given: Namespace) -> None:
@@ -134,7 +154,7 @@ def _check_options(given: Namespace) -> None:
             raise UserError(f"give one of --{one} and --{other}: {why}")
 
 
-def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Path) -> int:
+def _check(plan: CheckPlan, given: Namespace, folder: Path) -> int:
     """Run the layouts, print a line for each and the verdict, and return the exit status."""
     began = time.monotonic()
     local_ranks.prepare()
@@ -142,20 +162,14 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
         from tools.checker.engine import Engine
         from tools.checker.report import WIDTH, line, verdict
 
-    until = began + 60.0 * given.minutes if given.minutes else None
+    until = began + 60.0 * given.minutes if given.minutes else float("inf")
     at_once = given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
     outcomes: list[Any] = []
-
-    def add(outcome: Any) -> None:
-        """Keep an outcome and print its line."""
-        outcomes.append(outcome)
-        print(line(outcome), flush=True)
-
-    with Engine(small, at_once) as runner:
+    status = 0
+    with Engine(plan.small, at_once, others=plan.others) as runner:
         one = runner.begin()
         losses = " ".join(f"{loss:.6f}" for loss in one.losses)
         print(f"{'losses':{WIDTH}s} one rank: {losses}", flush=True)
-
         for sentence in one.alone:
             print(f"{'WRONG':{WIDTH}s} one rank: {sentence}", flush=True)
 
@@ -163,21 +177,46 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
             """Return whether another layout may begin: in time, and if there is no verdict yet."""
             differs = any(not outcome.is_equal for outcome in outcomes) or one.alone
             has_verdict = differs and len(outcomes) >= ENOUGH and not given.all
-            return not has_verdict and (until is None or time.monotonic() < until)
+            return not has_verdict and time.monotonic() < until
 
-        for outcome in runner.run(chosen, may_begin):
-            add(outcome)
-        left = len(chosen) - len(outcomes)
-        if not given.layout and may_begin():
-            saved_by, going_on = to_resume(small, chosen)
-            for outcome in runner.resume(saved_by, going_on, SAVED_AFTER, folder / "run"):
-                add(outcome)
+        if names := ", ".join(
+            variant.name for variant in plan.others if variant not in runner.others
+        ):
+            print(
+                f"{'not run':{WIDTH}s} {names}: rounding decides updates, in 16 bits more of them"
+            )
+
+        try:
+            for outcome in _outcomes(runner, plan, folder, may_begin):
+                outcomes.append(outcome)
+                print(line(outcome), flush=True)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+            print("interrupted; what has run until then:")
+        wrong = [outcome for outcome in outcomes if not outcome.is_equal]
+        trained = [outcome for outcome in outcomes if outcome.resumed_from is None]
+        left = len(plan.every) - len(trained)
         seconds = time.monotonic() - began
-        for text in verdict(runner.reference, outcomes, left, seconds):
+        said = verdict(runner.reference, outcomes, left, seconds, runner.reference_of)
+        for text in said if outcomes else ():
             print(text)
+        if len(trained) == len(outcomes):
+            print("not checked: a resume")
         for sentence in one.alone:
             print(f"WRONG on one rank too: {sentence}")
-        return int(bool(one.alone) or not all(x.is_equal for x in outcomes))
+        return status or int(bool(one.alone) or bool(wrong))
+
+
+def _outcomes(
+    runner: Any, plan: CheckPlan, folder: Path, may_begin: Callable[[], bool]
+) -> Iterator[Any]:
+    """Yield what came of each layout, and then of the runs that are saved and go on."""
+    yield from runner.run(plan.layouts, may_begin)
+    for number, each in enumerate(plan.resumes()):
+        is_of_types = each.variant is not None and each.variant not in runner.others
+        if may_begin() and not is_of_types:
+            out = folder / f"run{number}"
+            yield from runner.resume(each.saved_by, each.going_on, SAVED_AFTER, out, each.variant)
 
 
 def _check_random(given: Namespace, ranks: int, request: Request, arguments: list[str]) -> int:
@@ -247,9 +286,7 @@ def _request(arguments: list[str]) -> Request:
 
     if _named(arguments).isdisjoint({"config", *SHAPE}):
         arguments = ["--model", MODEL, *arguments]
-    request = parse_request(arguments, __doc__ or "", defaults)
-    config = dataclasses.replace(request.config, layout=Layout())
-    return dataclasses.replace(request, config=config)
+    return parse_request(arguments, __doc__ or "", defaults)
 
 
 def _parser() -> Parser:
@@ -267,5 +304,9 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    with errors.sentences():
-        sys.exit(main(sys.argv[1:]))
+    try:
+        with errors.sentences():
+            sys.exit(main(sys.argv[1:]))
+    except Exception:  # an error of this program is no verdict on the code that it checks
+        traceback.print_exc()
+        sys.exit(NO_VERDICT)

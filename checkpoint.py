@@ -62,6 +62,8 @@ with errors.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
     from config.command_line import make_model
+    from config.corpus_record import TEXT
+    from config.inherited import sample_options
 
 
 def _checks(manifest: dict[str, Any]) -> str:
@@ -157,8 +159,30 @@ def run_command(arguments: list[str]) -> None:
             options.ema,
         )
         print(printable(f"{options.target}: {', '.join(files)}"))
+        for line in _not_exported(folder):
+            print(printable(line))
         if "tokenizer.json" not in files:
             print("without a tokenizer: the checkpoint has none, and --tokenizer names none")
+
+
+def _not_exported(folder: str) -> list[str]:
+    """Return lines on what a model has learned that transformers does not do with it."""
+    from checkpointing.resumed import configuration
+
+    with Index(folder) as index:
+        options = sample_options(configuration(index), {})
+    lines = []
+    if options.get("objective") == "prefix":
+        lines.append(
+            "trained with --objective prefix: the tokens of a prompt saw all of it, and in "
+            "transformers each sees those before it"
+        )
+    if model_record.form_of_texts(folder) == TEXT:
+        lines.append(
+            "names of special tokens are text in its corpora: transformers makes tokens of them, "
+            "and text with split_special_tokens=True"
+        )
+    return lines
 
 
 def _merge(sources: list[str], target: str, weights: str, averaged: bool) -> None:

@@ -32,6 +32,15 @@ from distributed.mesh import Mesh
 # to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
+# The lowest precision of masters, of sums of gradients, of norms and of softmaxes.
+LEAST_EXACT = torch.float32
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of what must not be in 16 bits, in a run that computes in `dtype`."""
+    return torch.promote_types(dtype, LEAST_EXACT)
+
+
 # ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # a range [start, stop) along each dimension
@@ -57,7 +66,7 @@ class Matrices:
     def boxes(self, shape: tuple[int, ...], mode: str) -> list[tuple[str, Box]]:
         """Return the name, "" for a single matrix, and the box of each matrix of a global tensor.
 
-        mode: the value of --muon-qkv. joint: `parts` and `heads` are not divided; projection:
+        mode: the value of muon_qkv. joint: `parts` and `heads` are not divided; projection:
         `parts` are, unless they are one projection; split: `parts` are; head: both are. Raise
         ValueError if the parts are not the whole dimension.
         """
@@ -230,7 +239,7 @@ class ParamFactory:
             start = min(group.rank * rows, shape[dim])
             stop = min(start + rows, shape[dim])
             local_shape[dim] = rows
-        dtype = torch.promote_types(self.dtype, torch.float32)
+        dtype = exact_dtype(self.dtype)
         tensor = torch.full(local_shape, fill, dtype=dtype, device=self.device)
         if std:  # with std 0 no weights are drawn: they will be loaded
             unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
@@ -253,8 +262,7 @@ class ParamFactory:
         It is equal on all ranks of a stage, and in fp32 (fp64 in an fp64 run). What changes it must
         do the same on all of them.
         """
-        exact = torch.promote_types(self.dtype, torch.float32)
-        tensor = torch.full(shape, fill, dtype=exact, device=self.device)
+        tensor = torch.full(shape, fill, dtype=exact_dtype(self.dtype), device=self.device)
         constant = nn.Parameter(tensor, requires_grad=False)
         constant.spec = ParamSpec(name, shape, None, 0, shape[0], decay=False)
         return constant

@@ -77,7 +77,7 @@ def _rehearse(arguments: list[str]) -> int:
     if config.run.device not in ("auto", "cuda"):
         notes.append(f"--device {config.run.device}: rehearsed on fake GPUs")
     if decided:  # --schedule auto has chosen a schedule
-        notes.append(auto_schedule.note(config.layout, decided))
+        notes.append(auto_schedule.note(decided))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     own_kernels = {"adamw8bit": "bitsandbytes'", "apex": "apex'"}.get(config.training.optimizer)

@@ -41,13 +41,17 @@ with errors.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
-    from config.run_options import parse_task_files
+    from config.command_line import add_options
+    from config.corpus_record import note_on_form, with_end_token
+    from config.inherited import OBJECTIVE, Inherited, sample_options
+    from config.run_options import parse_eval_sets, parse_task_files
     from config.schema import Config
     from corpora import sample_order
     from corpora.chat_templates import ChatTemplate
     from corpora.conversation import END_OF_INPUT, Conversation, Lines
     from corpora.tasks import TaskSet, encode_tasks, results
-    from corpora.text import Text, find_tokenizer
+    from corpora.text import Text, check_ids, find_tokenizer
+    from corpora.token_files import note_on_answers
     from corpora.tokenizer_files import read_settings, read_template
     from distributed.context import Context, prepare, start
     from distributed.early_end import StartWatch, ending_all_ranks
@@ -152,14 +156,16 @@ class SampleTask:
     """A checked command line: the checkpoint, the options, and token ids of the prompts, if any.
 
     folder: the folder of the checkpoint. config: the configuration of the model and its layout.
-    text: encodes the prompts and decodes the samples; None with --eval-data. count: the largest
-    number of new tokens for each prompt or answer. ends: the ids that end a text. talk: the
-    conversation of --chat; limit: the most tokens that it may have. tasks: those of --eval-tasks.
+    notes: lines on what it takes from the checkpoint, and on corpora and prompts. text: encodes the
+    prompts and decodes the samples; None with --eval-data. count: the largest number of new tokens
+    for each prompt or answer. ends: the ids that end a text. talk: the conversation of --chat;
+    limit: the most tokens that it may have. tasks: those of --eval-tasks.
     """
 
     folder: str
     options: argparse.Namespace
     config: Config
+    notes: tuple[str, ...] = ()
     text: Text | None = None
     prompts: tuple[list[int], ...] = ()
     count: int = 0
@@ -201,33 +207,70 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> SampleTask:
     check_numbers(options)
     opened = open_checkpoint(options.run, options.ema)
     folder, model, record = opened.folder, opened.model, opened.record
+    taken = taken_from(opened, options)
     if options.eval_data:  # no prompts, and so no tokenizer
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
-        sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
-        return SampleTask(folder, options, make_config(options, model, ranks))
+        return _evaluation(opened, options, ranks, taken)
+    notes: tuple[str, ...] = (taken.note,) if taken.note else ()
     text = opened.text(options.tokenizer)
     if options.eval_tasks:
         record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
         files = parse_task_files(tuple(options.eval_tasks))
-        config = make_config(options, model, ranks)
-        return SampleTask(
-            folder, options, config, tasks=encode_tasks(files, text, model.seq_length)
-        )
+        config = make_config(options, model, ranks, taken)
+        encoded = encode_tasks(files, text, model.seq_length)
+        return SampleTask(folder, options, config, notes, tasks=encoded)
     ends = opened.ends(text)
     if options.chat:
         limit = opened.longest_text
         talk = _conversation(options, folder, text, ends)
-        config = make_config(options, dataclasses.replace(model, seq_length=limit), ranks)
+        config = make_config(options, dataclasses.replace(model, seq_length=limit), ranks, taken)
         count = options.max_tokens or MAX_ANSWER
-        return SampleTask(folder, options, config, text, (), count, ends, talk, limit)
+        return SampleTask(folder, options, config, notes, text, (), count, ends, talk, limit)
     prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
     count = opened.new_tokens(longest, options.max_tokens)
     # Tables of positions have seq_length rows: as many as the longest continued prompt needs.
     model = dataclasses.replace(model, seq_length=longest + count)
-    return SampleTask(
-        folder, options, make_config(options, model, ranks), text, prompts, count, ends
-    )
+    config = make_config(options, model, ranks, taken)
+    notes = (*notes, *text.notes_on(options.prompt, "prompts"))
+    return SampleTask(folder, options, config, notes, text, prompts, count, ends)
+
+
+def taken_from(opened: OpenedCheckpoint, options: argparse.Namespace) -> Inherited:
+    """Return what a task takes from its checkpoint: what decides how the model sees a text.
+
+    Options that were given are not taken. Raise UserError if they do not go with the task.
+    """
+    given = {name: value for name, value in vars(options).items() if name in OBJECTIVE}
+    if given and not options.eval_data:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{flags}: goes with --eval-data")
+    taken = sample_options(opened.run_options, given)
+    if not options.eval_data:  # a single text has no documents, and no labels that do not count
+        taken = {name: taken[name] for name in ("objective",) if name in taken}
+    return Inherited(taken, folder=opened.folder)
+
+
+def _evaluation(
+    opened: OpenedCheckpoint, options: argparse.Namespace, ranks: int, taken: Inherited
+) -> SampleTask:
+    """Return the task of --eval-data; UserError if a corpus cannot be read as in the run."""
+    folder, model = opened.folder, opened.model
+    form = model_record.form_of_texts(folder)  # what names of special tokens are for the model
+    notes = [taken.note] if taken.note else []
+    try:
+        config, notes_on_corpora = with_end_token(_unchecked(options, model, ranks, taken))
+        config = validation.check(config, ranks)
+        sets = tuple(options.eval_data)
+        sample_order.check_eval_sets(sets, model.seq_length, config.data.answers_only)
+        notes += notes_on_corpora
+        for each in parse_eval_sets(sets):
+            notes += check_ids(each.prefix, model.vocab_size)
+            notes += note_on_answers(each.prefix, config.data.answers_only)
+            notes += note_on_form(each.prefix, form)
+    except UserError as mistake:  # perhaps about an option that the user has not typed
+        raise UserError("; ".join([str(mistake), *notes[:1]])) from None
+    return SampleTask(folder, options, config, tuple(notes))
 
 
 def _conversation(
@@ -281,16 +324,27 @@ def _corpora(run_options: dict[str, Any]) -> list[str]:
     return [word for word in words if isinstance(word, str)]
 
 
-def make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
-    """Return the configuration of the model in the requested layout; UserError if it cannot be.
+def make_config(
+    options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+) -> Config:
+    """Return the configuration of the model in the requested layout; UserError if it cannot be."""
+    return validation.check(_unchecked(options, model, ranks, taken), ranks)
 
-    The trainer builds the model from a configuration of a run, so this is a run of one step without
-    an optimizer. Weights are not drawn (init_std 0), because they are loaded.
+
+def _unchecked(
+    options: argparse.Namespace, model: ModelShape, ranks: int, taken: Inherited
+) -> Config:
+    """Return the configuration of the model, with options that may not go together.
+
+    taken: the options that come from the checkpoint. The trainer builds the model from a
+    configuration of a run, so this is a run of one step without an optimizer. Weights are not drawn
+    (init_std 0), because they are loaded.
     """
     micro_batch = EVAL_BATCH if options.eval_data or options.eval_tasks else 1
     # The ranks that tp and pp leave are replicas, and each needs a micro-batch of the global batch.
     replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
-    values = dataclasses.asdict(model)
+    values = dataclasses.asdict(model) | dict(taken.options)
+    values |= {name: value for name, value in vars(options).items() if name in OBJECTIVE}
     values |= {
         "tp": options.tp,
         "pp": options.pp,
@@ -310,7 +364,7 @@ def make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> C
     }
     if options.eval_data:
         values["eval_data"] = options.eval_data
-    return validation.check(command_line.build(values), ranks)
+    return command_line.build(values)
 
 
 def _report_folder() -> str:
@@ -369,10 +423,12 @@ def run(task: SampleTask, context: Context) -> Iterator[str]:
     if context.rank == 0:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
+        for note in task.notes:
+            print(printable(f"note: {note}"), file=sys.stderr, flush=True)
     if task.text is not None:
         options = task.options
         how = SamplingParams(options.temperature, options.top_p, options.seed)
-        decoder = Decoder(state.pipeline, state.factory, task.config.model)
+        decoder = Decoder(state.pipeline, state.factory, task.config)
         for prompt in task.prompts:
             context.recorder.enter("sample")
             ids = decoder.generate(prompt, task.count, how, task.ends)
@@ -500,6 +556,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--scores", default=None, metavar="FILE", help=text)
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (default: 1)")
+    add_options(parser, OBJECTIVE, "what --eval-data counts (default: as in the run)")
     precisions = "fp64|fp32|bf16|fp16"
     add("--precision", default="fp32", metavar=precisions, help="arithmetic (default: fp32)")
     text = "device of each rank (default: auto)"

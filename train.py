@@ -42,9 +42,11 @@ with ending_all_ranks(watch), errors.installed():
 
     import psutil
 
-    from base.errors import UserError, exit_with
+    from base.errors import UserError, exit_with, printable
+    from config import corpus_record
     from config.command_line import parse_request
     from config.inherited import Inherited
+    from config.run_options import parse_eval_sets
     from config.run_paths import check_paths
     from config.schema import Config
     from config.timeline import Timeline
@@ -146,15 +148,24 @@ def check_data(config: Config) -> None:
     sample_order.split_ranges(options.split, 0)
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
+    prefixes: list[str] = []
     if not synthetic:
         words = [options.data, *(phase.data for phase in Timeline(config).phases_left)]
         prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
         for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)
-    text.prompts_of_run(config)
-    note = text.unused_rows(config)
-    if note:
-        print(f"note: {note}", file=sys.stderr, flush=True)
+    evaluated = [each.prefix for each in parse_eval_sets(eval_sets)]
+    form = corpus_record.form_of(prefixes)
+    notes = [note for prefix in evaluated for note in corpus_record.note_on_form(prefix, form)]
+    for prefix in dict.fromkeys([*prefixes, *evaluated]):
+        notes += text.check_ids(prefix, config.model.vocab_size)
+        notes += token_files.note_on_answers(prefix, options.answers_only)
+    encoder, _ = text.prompts_of_run(config)
+    notes += encoder.notes_on(config.run.sample_prompt or (), "prompts")
+    if note := text.unused_rows(config):
+        notes.append(note)
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from config.phases import PlacedPhase
 from config.schema import Config
 from config.timeline import Timeline
 from corpora.tasks import TaskSet, read_tasks
+from costs import auto_schedule
 from costs.partition_costs import part_costs
 from distributed import preflight
 from distributed.context import Context, start
@@ -61,7 +62,6 @@ from telemetry.log import Log
 from telemetry.loss_monitor import make_monitor, skip_earlier_spikes
 from telemetry.numerics_trace import NumericsTrace
 from telemetry.observer import Observer, Step
-from telemetry.pass_times import decide_schedule
 from telemetry.replica_check import ReplicaCheck
 from telemetry.routing_file import RoutingFile
 from telemetry.saving import Saving
@@ -317,12 +317,12 @@ def decide(config: Config, context: Context | None) -> tuple[Config, str, list[s
     Return the configuration, a line about the precision, and lines for the log. context: None for
     a world of one rank on the CPU.
     """
-    on_gpu = context is not None and context.device.type == "cuda"
-    layout = config.layout.automatic(config.model.seq_length, on_gpu)
+    device = "cpu" if context is None else context.device.type
+    layout = config.layout.automatic(config.model.seq_length, device == "cuda")
     # `find_past` reads on rank 0 what was done before: other nodes may not see it yet.
     config = replace(config, layout=layout, past=Past())
     config, precision_line = precision.decide(config, context)
-    config, notes = decide_schedule(config, context)
+    config, notes = auto_schedule.decide_with_note(config, device)
     return config, precision_line, notes
 
 
@@ -438,7 +438,7 @@ class Trainer:
         observers.append(make_monitor(state, train, checkpoints, exchange, log, self.done))
         observers.append(Evaluations(state, self.splits, tasks, log, self.stats_exchange))
         if run.sample_every:
-            decoder = Decoder(state.pipeline, state.factory, self.config.model)
+            decoder = Decoder(state.pipeline, state.factory, self.config)
             prepare = partial(_prepare_decoding, state)
             samples = RunSamples(self.config, decoder, prepare, log.note, checkpoints.ends())
             observers.append(samples)

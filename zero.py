@@ -41,7 +41,7 @@ from optim.balance import ConstantGroup, RouterBalance
 from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
 from optim.weight_average import AveragedRule, Rule
-from parallel import ParamFactory
+from parallel import ParamFactory, exact_dtype
 
 if TYPE_CHECKING:
     from optim.fsdp import LastBackward
@@ -128,7 +128,7 @@ class Optimizer:
         self.accepts: Callable[..., bool] = lambda *_: True
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
-        self.last_backward: LastBackward | None = None  # of --zero 3 with --no-sync-each-batch
+        self.last_backward: LastBackward | None = None  # of --zero 3 with sync_each_batch false
         self.groups: Sequence[ParamGroup]
         self._forget_gathered: Callable[[], None] = lambda: None  # at --zero 3: gathered weights
         if self.fully_sharded:
@@ -291,7 +291,7 @@ class Optimizer:
     def _wait_in_forward(self, stages: nn.ModuleList) -> None:
         """Have each module of a stage wait for the gathering of its weights just before it runs.
 
-        Called with --overlap-param-gather: there a step ends while its weights are being gathered.
+        Called with overlap_param_gather: there a step ends while its weights are being gathered.
         """
 
         def waiting_hook(part: nn.Module) -> Callable:
@@ -313,7 +313,7 @@ class Optimizer:
     def finish_gathering(self) -> None:
         """Wait until all weights are gathered; called before weights are read outside of a pass.
 
-        A training step needs no call: `_update` waits, or with --overlap-param-gather the forward
+        A training step needs no call: `_update` waits, or with overlap_param_gather the forward
         hooks do.
         """
         for group in reversed(self.groups):
@@ -389,7 +389,7 @@ class Optimizer:
             gradients += group.counted_gradients()
         if not gradients:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        exact = torch.promote_types(gradients[0].dtype, torch.float32)
+        exact = exact_dtype(gradients[0].dtype)
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square()
 
     def _update(self, lr: float, norm: float, target_factor: float) -> None:

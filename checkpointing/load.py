@@ -233,7 +233,7 @@ class Loader:
         training = self.config.training
         self.print_line(
             f"{folder} is of torch's Muon, in bf16, with q, k and v, and gate and up, as one "
-            f"matrix; its momentum goes on with --muon-qkv {training.muon_qkv} and --muon-dtype "
+            f"matrix; its momentum goes on with muon_qkv {training.muon_qkv} and muon_dtype "
             f"{training.muon_dtype}, so updates are not those of before"
         )
 

@@ -9,8 +9,9 @@ Merging checkpoints of the stable phase stands in for a decay of the learning ra
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,11 @@ from base.errors import UserError
 from checkpointing import model_record
 from checkpointing.folders import folder_name, step_of
 from checkpointing.index import Index
+from checkpointing.resumed import configuration
 from checkpointing.state import Progress
 from checkpointing.weights_only import Contents, write_checkpoint
 from config.command_line import make_model
+from config.inherited import OBJECTIVE, sample_options
 
 EQUAL, LINEAR, SQRT, EMA = "equal", "linear", "1-sqrt", "ema"
 
@@ -103,11 +106,35 @@ def merge(
         ]
         dtype = max((index.dtypes["weights"] for index in indices), key=lambda d: d.itemsize)
         shapes = indices[newest].shapes
-        source = {"merged_from": merged_from}
+        options = [configuration(index) for index in indices]
+        source = {"merged_from": merged_from, **_sample_options(options[newest])}
         contents = Contents(model, shapes, str(dtype), record, source, progress)
         write_checkpoint(target, contents, _means(indices, shares, contents, averaged))
     lines = [f"{each['share']:.4f} of {each['checkpoint']}" for each in merged_from]
+    lines += _other_samples(sources, options, newest)
     return [*lines, f"{target}/{folder_name(progress.iteration)}: their mean, in {dtype}"]
+
+
+def _sample_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a run's options, by group, by which its checkpoint is evaluated."""
+    taken = sample_options(options, {})
+    data = {name: value for name, value in taken.items() if name in OBJECTIVE}
+    return {"data": data, "training": {"seed": taken.get("seed", 0)}} if data else {}
+
+
+def _other_samples(
+    sources: Sequence[str], options: Sequence[Mapping[str, Any]], newest: int
+) -> list[str]:
+    """Return a line for each source whose samples were others than those of the newest one."""
+    own = _sample_options(options[newest]).get("data", {})
+    lines = []
+    for folder, each in zip(sources, options):
+        theirs = _sample_options(each).get("data", {})
+        names = [name for name in OBJECTIVE if theirs.get(name) != own.get(name)]
+        if names:
+            differ = ", ".join(f"{n} {theirs.get(n)} against {own.get(n)}" for n in names)
+            lines.append(f"{folder} had other samples than {sources[newest]}: {differ}")
+    return lines
 
 
 def _common_model(indices: Sequence[Index], newest: int) -> ModelShape:

@@ -25,6 +25,7 @@ from base.errors import UserError
 from base.regular_files import open_regular
 from checkpointing import file_format, folders
 from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
+from config.corpus_record import form_of, from_facts
 from config.schema import Config
 from corpora.encoder import END, Encoder
 from corpora.text import find_tokenizer, prefixes_of
@@ -187,6 +188,16 @@ def chat_template(files: dict[str, bytes]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def form_of_texts(folder: str) -> str | None:
+    """Return what names of special tokens in texts are for a model; None: its corpora do not say.
+
+    folder: that of a checkpoint. UserError if its record cannot be read.
+    """
+    record = read(folder)
+    settings = {} if record is None else _settings(record.files)
+    return from_facts(settings.get("documents"), SETTINGS).special_tokens
+
+
 def ids_of(tokenizer: str) -> dict[str, Any]:
     """Return the ids of the special tokens (families.TOKENS) by a tokenizer and its settings.
 
@@ -321,7 +332,21 @@ def of_corpora(config: Config) -> ModelRecord:
         return without_tokenizer(length)
     # That with a chat template, if there is one, and else the first.
     best = max(range(len(found)), key=lambda i: (chat_template(found[i]) is not None, -i))
-    return ModelRecord(ids_of(paths[best]), length, None, found[best])
+    files = _with_form(found[best], form_of(prefixes_of(config.data.data)))
+    return ModelRecord(ids_of(paths[best]), length, None, files)
+
+
+def _with_form(files: dict[str, bytes], form: str | None) -> dict[str, bytes]:
+    """Return a tokenizer's files that say what names of special tokens become in prompts.
+
+    form: that of all corpora of a run, of which the files are those of one.
+    """
+    settings = _settings(files)
+    documents = settings.get("documents")
+    if form is None or not isinstance(documents, dict) or documents.get("special_tokens") == form:
+        return files
+    settings["documents"] = documents | {"special_tokens": form}
+    return files | {SETTINGS: json.dumps(settings, indent=2).encode()}
 
 
 def _old_documents(tokenizer: str) -> dict[str, bytes]:
@@ -332,7 +357,7 @@ def _old_documents(tokenizer: str) -> dict[str, bytes]:
     it. Empty for other corpora. tokenizer: the path of PREFIX.tokenizer.json.
     """
     settings = read_settings(tokenizer)
-    if not settings.of_corpus or settings.begin is not None:
+    if not settings.of_corpus or settings.documents.begin is not None:
         return {}
     end = Encoder(load_tokenizer(tokenizer), settings, tokenizer).end_token
     if end is None:

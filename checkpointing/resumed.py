@@ -22,7 +22,7 @@ from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
 from config.branches import DECAY_SETS, decaying
 from config.command_line import build, check_option, make_model
-from config.inherited import Inherited, changed_constants, inherited
+from config.inherited import Inherited, changed_constants, inherited, left_out
 from config.past import Branch, Past, from_text, new_run, to_text
 from config.phases import from_saved
 from config.run_options import Run
@@ -80,8 +80,9 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     """Return what a run takes from the newest readable checkpoint that --resume means.
 
     given: the options that flags and files give. Only weights, with --load-weights-only, are not
-    the past of a run: then only the model is taken. If no checkpoint can be read, nothing is taken:
-    `choose` says why it cannot be loaded. Raise UserError if an option in the checkpoint is wrong.
+    the past of a run: then only the model is taken, and `left` has what says what a sample was. If
+    no checkpoint can be read, nothing is taken: `choose` says why it cannot be loaded. Raise
+    UserError if an option in the checkpoint is wrong.
     """
     resume = given.get("resume")
     out = given.get("out", Run.out)
@@ -98,7 +99,7 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     else:
         return Inherited(problem=problem)
     if given.get("load_weights_only"):
-        return Inherited(model=model, folder=folder)
+        return replace(left_out(saved, given, folder), model=model)
     options = inherited(saved, given)
     plan = from_saved(saved.get("plan"), folder)
     if branch_from:

@@ -12,6 +12,7 @@ phases          the phases of a run, and where each begins
 run_lengths     lengths that options give, compared with what the run consumes
 learning_rate   the rate of every step
 branches        a branch of a stable run in which the rate falls
+corpus_record   what a corpus says of its tokens: its end, its largest id, special tokens
 inherited       the options that a resumed run takes from its checkpoint
 spelling        models by name (presets.toml), names of Megatron-LM's options (other_names.toml)
 validation      every check across options; an error shows both sides with their numbers

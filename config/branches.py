@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from base.errors import UserError
+from base.options import as_typed
 from config.learning_rate import curve_of_run
 from config.past import BegunPhase, Past
 from config.phases import Phase, PhasePlan
 from config.run_options import Training
+from config.schema import all_options
 
 # The options that a branch with --decay-tokens sets, in a run without phases.
 DECAY_SETS = ("steps", "train_samples", "lr_schedule", "lr_decay_samples", "lr_wsd_decay_samples")
@@ -41,7 +43,7 @@ def decaying(
         return plan, {}  # the value is refused where options are checked
     for name in ("phases", *DECAY_SETS, "lr_warmup_samples"):
         if name in given:
-            flag = "--" + name.replace("_", "-")
+            flag = as_typed(all_options()[name])
             raise UserError(f"give one of --decay-tokens {tokens} and {flag}: both say the rate")
     begun = past.phases or (BegunPhase("", 0, 0, 0, 0, ("-",), length),)
     phase = [phase for phase in begun if phase.samples < branch.samples][-1]

@@ -2,8 +2,8 @@
 
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
-Options with `file_only`, fine points of an architecture, are keys of the file and have no flags:
---set KEY=VALUE gives one on the command line, as it gives every other key.
+Options with `file_only`, fine points that few people change, are keys of the file and have no
+flags: --set KEY=VALUE gives one on the command line, as it gives every other key.
 Types, choices and limits are checked here; config/validation.py checks what depends on several
 options. Given options are those that a flag or the file sets; the others have their defaults.
 "Lacks" are sentences on the parts of a --model that the engine cannot train. GROUPS has the five
@@ -17,6 +17,7 @@ import dataclasses
 import math
 import operator
 import re
+import textwrap
 import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection, Mapping
@@ -29,7 +30,8 @@ from base.errors import UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
 from config import phases, run_lengths
-from config.inherited import Inherited
+from config.corpus_record import with_end_token
+from config.inherited import Inherited, left_out
 from config.phases import PhasePlan
 from config.run_options import Run
 from config.schema import GROUPS, Config, all_options
@@ -163,6 +165,7 @@ def parse_request(
     plan = _read_plan(given)
     taken = resumed(given) if "resume" in given else Inherited()
     base = taken.model if given.keys().isdisjoint(SHAPE) else None
+    left = "" if taken.folder else _left_of_resumed(given)
     if base is None and not taken.folder:
         given = _with_resumed(given)  # with model and precision in its run.json
         if taken.problem and given.keys().isdisjoint({"model", *SHAPE}):
@@ -186,17 +189,18 @@ def parse_request(
     config = dataclasses.replace(config, past=taken.past, plan=plan)
     if translation:  # a share of the run, whose length is known only now
         config, given = translation.with_warmup(config, given)
+    config, notes_on_corpora = with_end_token(config)
     check_used(config, given)  # UserError if a given option has no effect
     if translation:
         translation.check_meaning(config.model, given)
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
     notes += _note_on_model(given.get("model", ""))
+    notes += notes_on_corpora
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
-    if taken.note:
-        notes.append(taken.note)
+    notes += [note for note in (taken.note, left) if note]
     notes += run_lengths.notes(config, given)
     # Notes may have texts of a model's or a checkpoint's files.
     shown = tuple(map(printable, notes))
@@ -345,6 +349,20 @@ def samples_of(tokens: int, length: int) -> int:
     raise UserError(text)
 
 
+def _left_of_resumed(given: Mapping[str, Any]) -> str:
+    """Return a line on what a program leaves of the run that --resume names, if it has no past of
+    it; "" if it names none.
+    """
+    if not isinstance(given.get("resume"), str):
+        return ""
+    from architecture import families
+
+    folder = given.get("out", Run.out) if given["resume"] == "auto" else given["resume"]
+    run_file = families.of_run(str(folder))
+    saved = families.read_object(run_file).get("config") if run_file else None
+    return left_out(saved, given, str(run_file)).note if isinstance(saved, dict) else ""
+
+
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     """Return the given options, with the model and precision of the run that --resume continues.
 
@@ -406,8 +424,9 @@ def _without_flag(word: str) -> str:
     kind: Any = field.type
     value = value or kind.__name__.upper()
     in_toml = f'"{value}"' if kind is str else value
+    group = next(g for g, cls in GROUPS.items() if field in dataclasses.fields(cls))
     return (
-        f"{flag} is a key of [model] in a run file: write {field.name} = {in_toml} into the file "
+        f"{flag} is a key of [{group}] in a run file: write {field.name} = {in_toml} into the file "
         f"of --config, or give --set {field.name}={value}"
     )
 
@@ -439,7 +458,7 @@ def to_words(
         if field.name == "expert_ffn_hidden" and group.experts == 1:  # no effect without experts
             continue
         if field.metadata["file_only"]:
-            keys.append(f"{field.name}={str(value).lower() if field.type is bool else value}")
+            keys.append(f"{field.name}={_as_in_toml(value)}")
         elif isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
@@ -525,22 +544,53 @@ def _parser(
         for f in fields:
             if not f.metadata["file_only"]:
                 _add_flag(section, f)
-        if keys := [f.name for f in fields if f.metadata["file_only"]]:
-            _add_set(section, keys)
+    if names is None:
+        text = _keys_help(groups) if lists_models else ""
+        section = parser.add_argument_group("keys of a run file that have no flag", text)
+        text = "any option, by its key in a run file, such as norm_eps=1e-6"
+        section.add_argument(
+            "--set", nargs="+", action="extend", metavar="KEY=VALUE", help=text, **absent
+        )
     return parser
 
 
-def _add_set(section: Any, keys: list[str]) -> None:
-    """Add --set to `section`, for the options without flags, `keys`."""
-    section.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        metavar="KEY=VALUE",
-        default=argparse.SUPPRESS,
-        help="any option, by its key in a run file; keys of [model] that have no flag: "
-        f"{', '.join(keys)}",
-    )
+def _keys_help(groups: Collection[str]) -> str:
+    """Return the lines of help of the options without a flag in `groups`, keys of GROUPS."""
+    lines = []
+    for group, cls in GROUPS.items():
+        fields = [f for f in dataclasses.fields(cls) if f.metadata["file_only"]]
+        if not fields or group not in groups:
+            continue
+        lines.append(f"[{group}]")
+        for f in fields:
+            kind: Any = f.type
+            values = "|".join(map(str, f.metadata["choices"])) or kind.__name__.upper()
+            lines.append(f"{f.name}={values}")
+            default = "" if f.default is None else f" (default: {_as_in_toml(f.default)})"
+            indent = " " * 4
+            lines.append(
+                textwrap.fill(
+                    f.metadata["help"] + default,
+                    76,
+                    initial_indent=indent,
+                    subsequent_indent=indent,
+                )
+            )
+    return "\n".join(lines)
+
+
+def _as_in_toml(value: Any) -> Any:
+    """Return a value as a run file and --set have it: true and false for a bool."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def add_options(parser: argparse.ArgumentParser, names: Collection[str], title: str) -> None:
+    """Add the flags of some options to the parser of another program; an option not given is absent
+    in its result. title: of the group in the help text.
+    """
+    section = parser.add_argument_group(title)
+    for name in names:
+        _add_flag(section, all_options()[name])
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:

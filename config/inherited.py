@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from architecture.shape import ModelShape
+from base.options import as_typed
 from config.past import Past
 from config.phases import PhasePlan
 from config.run_options import LOSS_SCALE, Data, Training
@@ -26,6 +27,13 @@ from config.run_options import LOSS_SCALE, Data, Training
 SPELLINGS = ("batch_tokens",)
 # Options of which one replaces the others: if one is given, the others are not taken over.
 INSTEAD = (("steps", "train_samples"), ("rampup_batch_size", "batch_schedule"))
+# Options that decide what a model sees of a corpus, and which tokens count: a loss of a model is
+# another one with others. The seed: which samples of a set are evaluated, and where prefixes end.
+OBJECTIVE = (
+    *("objective", "answers_only", "mask_eod_loss"),
+    *("reset_attention", "reset_positions", "eod_token"),
+)
+DECIDE_SAMPLES = (*OBJECTIVE, "seed")
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Inherited:
     if there is no checkpoint. past: what was done before. folder: the checkpoint. changed: options
     of an earlier version that are constants now, where the checkpoint has another value. plan: the
     phases of the run (--phases). problem: why the newest checkpoint cannot be read, if none can.
+    left: options of the checkpoint that decide what a sample is, and that are not taken.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,23 +54,32 @@ class Inherited:
     changed: tuple[str, ...] = ()
     plan: PhasePlan | None = None
     problem: str = ""
+    left: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def note(self) -> str:
         """A line that names the options; "" if there are none but defaults."""
-        fields = {f.name: f.default for cls in (Training, Data) for f in dataclasses.fields(cls)}
-        named = []
-        for name, value in self.options.items():
-            value = tuple(value) if isinstance(value, list) else value
-            if value == fields[name] or name == "precision":
-                continue
-            values = value if isinstance(value, tuple) else (value,)
-            text = "" if value is True else f" {' '.join(map(str, values))}"
-            named.append(name.replace("_", "-") + text)
+        named, left = _named(self.options), _named(self.left)
         lines = [f"taken from {self.folder}: {', '.join(named)}"] if named else []
         if self.changed:
             lines.append(f"not taken, since they are constants now: {', '.join(self.changed)}")
+        if left:
+            lines.append(f"not taken from {self.folder}: {', '.join(left)}")
         return "; ".join(lines)
+
+
+def _named(options: Mapping[str, Any]) -> list[str]:
+    """Return the options that are no defaults, as texts."""
+    fields = {f.name: f for cls in (Training, Data) for f in dataclasses.fields(cls)}
+    named = []
+    for name, value in options.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if value == fields[name].default or name == "precision":
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        text = "" if value is True else f" {' '.join(map(str, values))}"
+        named.append(as_typed(fields[name]).removeprefix("--") + text)
+    return named
 
 
 def of_the_run() -> list[str]:
@@ -87,6 +105,21 @@ def inherited(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         for name in of_the_run()
         if theirs.get(name) is not None and name not in left_out
     }
+
+
+def sample_options(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a checkpoint that decide what a sample of a corpus is, by name.
+
+    saved, given: as for `inherited`. A program that evaluates a checkpoint takes these.
+    """
+    taken = inherited(saved, given)
+    return {name: taken[name] for name in DECIDE_SAMPLES if name in taken}
+
+
+def left_out(saved: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> Inherited:
+    """Return the options that a program without a past leaves: those that say what a sample is."""
+    left = {k: v for k, v in sample_options(saved, given).items() if k in OBJECTIVE}
+    return Inherited(folder=folder, left=left)
 
 
 def changed_constants(saved: Mapping[str, Any]) -> tuple[str, ...]:

@@ -53,13 +53,13 @@ def notes(config: Config, given: Collection[str]) -> list[str]:
     """
     # A contradiction of batch sizes and phases is reported by config/validation.py.
     with contextlib.suppress(UserError):
-        if _has_end(config):
+        if has_end(config):
             timeline = Timeline(config)
             return [*_rate_notes(timeline), *_batch_notes(timeline), *_step_notes(timeline, given)]
     return []
 
 
-def _has_end(config: Config) -> bool:
+def has_end(config: Config) -> bool:
     """Return whether the options say how long the run is."""
     training = config.training
     by_plan = config.plan is not None and config.plan.train_tokens is not None
@@ -85,7 +85,7 @@ def _rate_notes(timeline: Timeline) -> Iterator[str]:
         yield f"{name} leaves nothing of {end:,} samples to the decay: {_last_rate(timeline)}"
     elif warmup + fall > end:
         yield (
-            f"{name} and wsd's decay of {fall:,} (--lr-wsd-decay-samples) are longer than {end:,} "
+            f"{name} and wsd's decay of {fall:,} (lr_wsd_decay_samples) are longer than {end:,} "
             f"samples: the decay begins at the warm-up's end; {_last_rate(timeline)}"
         )
     elif falls and end > total:

@@ -104,6 +104,7 @@ class Training:
         "samples of the decay at the end of wsd, default: a tenth",
         minimum=1,
         needs=Needs(("lr_schedule",), ("wsd",)),
+        file_only=True,
     )
     lr_wsd_decay_style: str = option(
         "linear",
@@ -131,6 +132,7 @@ class Training:
         minimum=0.0,
         below=1.0,
         needs=Needs(("optimizer",), ("sgd",)),
+        file_only=True,
     )
     muon_momentum: float = option(0.95, "Muon's momentum", minimum=0.0, below=1.0, needs=IS_MUON)
     muon_qkv: str = option(
@@ -139,18 +141,21 @@ class Training:
         "these two divided; head: each head apart; joint: q, k and v as one",
         choices=("projection", "split", "joint", "head"),
         needs=IS_MUON,
+        file_only=True,
     )
     muon_scale: str = option(
         "match_rms_adamw",
         "Muon's factor: 0.2 sqrt(max(rows, columns)), or the original sqrt(max(1, rows / columns))",
         choices=("match_rms_adamw", "original"),
         needs=IS_MUON,
+        file_only=True,
     )
     muon_dtype: str = option(
         "master",
         "dtype of Muon's Newton-Schulz iteration: the master weights' dtype, or bf16",
         choices=("master", "bf16"),
         needs=IS_MUON,
+        file_only=True,
     )
     muon_adamw_lr: float = option(
         None,
@@ -159,7 +164,9 @@ class Training:
         minimum=0.0,
         needs=IS_MUON,
     )
-    loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0, needs=FP16)
+    loss_scale: float = option(
+        0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0, needs=FP16, file_only=True
+    )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     balance: str = option(
@@ -403,7 +410,9 @@ class Run:
         "collectives: nccl on GPUs, gloo on CPUs",
         choices=("auto", "nccl", "gloo"),
     )
-    bind_cores: bool = option(True, "bind each rank to cores of its own, if there are enough")
+    bind_cores: bool = option(
+        True, "bind each rank to cores of its own, if there are enough", file_only=True
+    )
     log_every: int = option(
         None,
         "steps between log lines, default: a line when 5 seconds have passed",
@@ -452,8 +461,11 @@ class Run:
         "skips or rollbacks of a run; the next spike ends it",
         minimum=0,
         needs=Needs(("on_spike",), ("skip", "rollback")),
+        file_only=True,
     )
-    max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
+    max_nan_steps: int = option(
+        5, "non-finite losses in a row that end the run", minimum=1, file_only=True
+    )
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str = option(None, "also log to this project of Weights & Biases")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
@@ -465,7 +477,9 @@ class Run:
     save_weights_only: bool = option(
         False, "checkpoints without optimizer state, 4 bytes a weight", needs=SAVES
     )
-    async_save: bool = option(True, "write checkpoints while training continues", needs=SAVES)
+    async_save: bool = option(
+        True, "write checkpoints while training continues", needs=SAVES, file_only=True
+    )
     keep_last: int = option(0, "newest checkpoints to keep, 0: all", minimum=0, needs=SAVES)
     keep_every: int = option(
         0,
@@ -526,14 +540,19 @@ class Run:
         minimum=1.0,
         needs=Needs(("watchdog",), reason="now it is off"),
     )
-    check_speed_every: int = option(100, "steps between checks for stragglers, 0: never", minimum=0)
+    check_speed_every: int = option(
+        100, "steps between checks for stragglers, 0: never", minimum=0, file_only=True
+    )
     slow_rank_percent: float = option(
         20.0,
         "per cent by which a straggler computes longer than its peers",
         minimum=0.0,
-        needs=Needs(("check_speed_every",), above=0),
+        needs=Needs(("check_speed_every",), above=0, is_key=True),
+        file_only=True,
     )
-    blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
+    blocking: bool = option(
+        False, "wait for each collective and CUDA kernel at once, to debug", file_only=True
+    )
     compile: bool = option(
         False,
         "fuse norms, RoPE, SwiGLU and the loss by torch.compile, before step 1",
@@ -551,6 +570,7 @@ class Run:
         None,
         "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json",
         minimum=1,
+        file_only=True,
     )
     trace_numerics: tuple = option(
         (),

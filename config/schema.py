@@ -59,11 +59,6 @@ class Layout:
         "pipeline schedule; auto: the fastest that needs at most 1.1 times 1F1B's memory",
         choices=SCHEDULES,
     )
-    schedule_costs: str = option(
-        "planned",
-        "costs of passes for --schedule auto: planned, measured when the run starts, or six "
-        "numbers in microseconds: F, B, W of a block and of the head",
-    )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2
     )
@@ -86,7 +81,7 @@ class Layout:
         None, "recompute only the first N blocks of each stage, default: all", minimum=0
     )
     recompute_blocks: str = option(
-        None, "as --recompute-layers, with a number for each stage: N,N,..."
+        None, "as --recompute-layers, with a number for each stage: N,N,...", file_only=True
     )
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
@@ -94,16 +89,21 @@ class Layout:
     overlap_param_gather: bool = option(
         None,
         "all-gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2",
+        file_only=True,
     )
     sync_each_batch: bool = option(
         True,
-        "--zero 3: reduce-scatter gradients in every micro-batch; no: accumulate them, reduce once",
+        "--zero 3: reduce-scatter gradients in every micro-batch; false: sum them, reduce once",
+        file_only=True,
     )
     reshard_after_forward: bool = option(
         True,
-        "--zero 3: free all-gathered weights after a forward pass; no: keep them for the backward",
+        "--zero 3: free gathered weights after a forward pass; false: keep them for the backward",
+        file_only=True,
     )
-    pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
+    pad_vocab_multiple: int = option(
+        128, "pad vocabulary to a multiple of this x tp", minimum=1, file_only=True
+    )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class Layout:
 
     @property
     def recomputed_of_stage(self) -> tuple[int, ...] | None:
-        """The recomputed blocks of each stage by --recompute-blocks; None if it is not given."""
+        """The recomputed blocks of each stage by recompute_blocks; None if it is not given."""
         text = self.recompute_blocks
         return None if text is None else tuple(map(int, text.split(",")))
 

@@ -34,6 +34,7 @@ from base.cli import Parser
 from base.errors import UserError, nearest
 from config import batch_schedule
 from config.past import Past
+from config.run_lengths import has_end
 from config.schema import Config
 from config.timeline import Timeline
 
@@ -84,10 +85,11 @@ class Translation:
 
         It is a share of --lr-decay-samples, or of the samples that the run consumes.
         """
-        has_end = config.training.steps or config.training.train_samples or config.plan
-        if self.warmup_fraction is None or not has_end:
+        if self.warmup_fraction is None:
             return config, given
-        length = config.training.lr_decay_samples or Timeline(config).total_samples
+        length = config.training.lr_decay_samples
+        if length is None:
+            length = Timeline(config).total_samples if has_end(config) else 0
         warmup = round(self.warmup_fraction * length)
         training = dataclasses.replace(config.training, lr_warmup_samples=warmup)
         return dataclasses.replace(config, training=training), given | {"lr_warmup_samples": warmup}

@@ -6,9 +6,7 @@ Messages show both values that do not fit, such as "tp(3) does not divide heads(
 Read schema.py, which has the options, before this file.
 """
 
-import contextlib
 import dataclasses
-import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -360,7 +358,6 @@ def _uncut(layout: Layout, length: int) -> str:
 
 def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
-    explicit_costs(layout)  # raises UserError if --schedule-costs is malformed
     name = layout.schedule
     virtual = layout.virtual_stages
     if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
@@ -372,35 +369,12 @@ def _check_schedule(layout: Layout) -> None:
         )
 
 
-def explicit_costs(layout: Layout) -> list[float] | None:
-    """Return the six seconds of --schedule-costs, or None for planned and measured.
-
-    They are the seconds of F, B and W (forward, gradient of the input, gradient of the weights) of
-    a block, then of the head; the option has microseconds. Raise UserError for any other text.
-    """
-    text = layout.schedule_costs
-    if text in ("planned", "measured"):
-        return None
-    with contextlib.suppress(ValueError):
-        costs = [1e-6 * float(part) for part in text.split(",")]
-        if len(costs) == 6 and all(0 < cost < math.inf for cost in costs):
-            return costs
-    went = ": the planner's seconds (planned) replace counted FLOPs" if text == "counted" else ""
-    raise UserError(
-        "--schedule-costs is planned, measured, or six numbers above 0 like 11,13,8,26,17,16, "
-        f"not {text!r}{went}"
-    )
-
-
 def _check_auto(layout: Layout) -> None:
     """Raise UserError if options of --schedule auto do not go with the schedule."""
     name = layout.schedule
-    costs = layout.schedule_costs
-    if name != "auto" and costs != "planned":
-        raise UserError(f"--schedule-costs {costs} needs --schedule auto, not {name}")
     if name == "auto" and layout.recompute_blocks is not None:
         raise UserError(
-            f"--recompute-blocks {layout.recompute_blocks} is about given stages, and --schedule "
+            f"recompute_blocks {layout.recompute_blocks} is about given stages, and --schedule "
             "auto chooses them: give --recompute-layers, or a schedule with a name"
         )
 
@@ -409,18 +383,16 @@ def _check_recomputed(layout: Layout) -> None:
     """Raise UserError if the number of blocks to recompute does not go with the layout."""
     number = layout.recompute_layers
     text = layout.recompute_blocks
-    given = f"--recompute-layers {number}" if text is None else f"--recompute-blocks {text}"
+    given = f"--recompute-layers {number}" if text is None else f"recompute_blocks {text}"
     if layout.recompute == "none" and (number is not None or text is not None):
         raise UserError(f"{given} needs --recompute selective or full")
     if text is None:
         return
     if number is not None:
-        raise UserError(
-            f"give --recompute-layers({number}) or --recompute-blocks({text}), not both"
-        )
+        raise UserError(f"give --recompute-layers({number}) or recompute_blocks({text}), not both")
     count = len(text.split(","))
     if not all(part.isdecimal() for part in text.split(",")):
-        raise UserError(f"--recompute-blocks is a list like 3,2,1,0, not {text!r}")
+        raise UserError(f"recompute_blocks is a list like 3,2,1,0, not {text!r}")
     if count != layout.stages:
         raise UserError(f"{given} has {count} stages, but the layout has {layout.stages}")
 
@@ -433,7 +405,7 @@ def _check_recomputed_counts(layout: Layout, layers: int) -> None:
         raise UserError(f"--recompute-layers {number} is more than the model has: layers({layers})")
     if counts is None:
         return
-    given = f"--recompute-blocks {layout.recompute_blocks}"
+    given = f"recompute_blocks {layout.recompute_blocks}"
     if sum(counts) > layers:
         raise UserError(f"{given} recomputes {sum(counts)} blocks, but layers is {layers}")
     for stage, blocks in enumerate(explicit_partition(layout, layers) or ()):
@@ -549,13 +521,13 @@ def check_sharding(layout: Layout, training: Training) -> None:
             f"muon-adamw-lr({training.muon_adamw_lr:g}) follows the schedule of lr, which is 0"
         )
     if layout.overlap_param_gather and zero not in (1, 2):
-        raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
+        raise UserError(f"overlap_param_gather needs --zero 1 or 2, not {zero}")
     for name, is_default in (
-        ("sync-each-batch", layout.sync_each_batch),
-        ("reshard-after-forward", layout.reshard_after_forward),
+        ("sync_each_batch", layout.sync_each_batch),
+        ("reshard_after_forward", layout.reshard_after_forward),
     ):
         if not is_default and zero != 3:
-            raise UserError(f"--no-{name} needs --zero 3, not {zero}")
+            raise UserError(f"{name} false needs --zero 3, not {zero}")
     _check_recomputed(layout)
 
 
@@ -587,7 +559,7 @@ def _check_objective(config: Config) -> None:
         raise UserError("--reset-positions: --positions alibi knows distances only, no positions")
     if data.answers_only and data.objective != "causal":
         raise UserError(f"--answers-only needs --objective causal, not {data.objective}")
-    if data.answers_only and data.data == ("synthetic",):
+    if data.answers_only and data.data == ("synthetic",) and not data.eval_data:
         raise UserError("--answers-only needs the files of --data: random tokens have no answers")
 
 
@@ -670,11 +642,11 @@ def _check_run(run: Run, steps: int) -> None:
         )
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
-    traced = [("trace-numerics", step) for step in run.trace_numerics]
-    # Without --torch-profile step 1 is tested, which every run has.
-    for flag, step in [("torch-profile", run.torch_profile or 1), *traced]:
+    traced = [("--trace-numerics", step) for step in run.trace_numerics]
+    # Without torch_profile step 1 is tested, which every run has.
+    for flag, step in [("torch_profile", run.torch_profile or 1), *traced]:
         if not 1 <= step <= steps:
-            raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")
+            raise UserError(f"{flag} {step} is never reached: the run has {steps} steps")
 
 
 def _check_audits(config: Config) -> None:
@@ -749,8 +721,10 @@ def _changed(config: Config) -> Iterator[tuple[dataclasses.Field, Any]]:
 def _with_value(field: dataclasses.Field, value: Any) -> str:
     """Return an option with its value, as messages have it."""
     flag = as_typed(field)
+    if isinstance(value, bool) and not value:
+        return flag.replace("--", "--no-") if flag.startswith("--") else f"{flag} false"
     if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-")
+        return flag
     values = value if isinstance(value, tuple) else (value,)
     return f"{flag} {' '.join(map(_as_text, values))}"
 

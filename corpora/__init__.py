@@ -13,6 +13,7 @@
     text_sources  the texts of files of many formats; the reader of JSON lines
     text          prompts as token ids, and ids as text
     encoder       how documents, prompts and conversations become token ids
+    special_tokens  which names in a text become tokens, and how many texts have them
     tokenizer_files  tokenizer.json, and the settings and chat templates beside it
     hdf5_files    HDF5 files from elsewhere: what is looked at before HDF5 follows it
     chat_templates  where tokenizers have chat templates, and rendering them with limits

@@ -2,12 +2,13 @@
 
     encoder = Encoder(load_tokenizer(path), read_settings(path), path)
     encoder.encode(["a document"])          without what begins and ends it: `document_begin`, `end`
-    encoder.prompt("what is continued")     with what begins it
+    encoder.prompts(["what is continued"])  with what begins it
     encoder.conversation(text)              what a chat template has written
 
 Many tokenizers put a token before each text, as Llama 3 does <|begin_of_text|>. Documents of a
-corpus begin with it then, and so do prompts: a model sees both in the same form. A chat template
-writes that token itself, so a conversation is encoded as it is.
+corpus begin with it then, and so do prompts, and names of special tokens are in both as its
+--special-tokens says: a model sees one form. A chat template writes these tokens itself, so a
+conversation is encoded as it is.
 """
 
 import functools
@@ -16,6 +17,8 @@ from collections.abc import Iterable
 from tokenizers import Encoding, Tokenizer
 
 from base.errors import UserError
+from config.corpus_record import TEXT, CorpusRecord
+from corpora.special_tokens import NameCounts, Names, tokenizer_of_texts
 from corpora.tokenizer_files import Settings
 
 END = "<|endoftext|>"  # ends a document, unless the tokenizer or the user names another token
@@ -34,6 +37,8 @@ class Encoder:
     begin: the ids before each prompt. document_begin: those before each document, none where the
     end of the document before is that token. end, end_token: the token that ends a document; None
     if there is none. ends: the ids with which a text may end, also those of an answer in a chat.
+    special_tokens: what their names in texts become, TEXT or IDS; None: no corpus has said it, as
+    of a model that came from elsewhere. Then they are text in documents and tokens in prompts.
     """
 
     def __init__(
@@ -42,22 +47,26 @@ class Encoder:
         settings: Settings | None = None,
         name: str = "the tokenizer",
         end_token: str | None = None,
+        special_tokens: str | None = None,
     ):
         """settings: of the files beside the tokenizer. name: for messages. end_token: that the user
         has named; UserError if the tokenizer lacks it, or a token that the settings name.
+        special_tokens: in place of what the settings say.
         """
         settings = settings or Settings(name)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
-        needed = end_token or settings.end
+        documents = settings.documents
+        self.special_tokens = special_tokens or documents.special_tokens
+        needed = end_token or documents.end
         ends = [needed] if needed else [END, settings.tokens.get("eos_token")]
         self.end_token = next((e for e in ends if e and tokenizer.token_to_id(e) is not None), None)
         self.end = None if self.end_token is None else tokenizer.token_to_id(self.end_token)
         if needed and self.end is None:
             raise UserError(f"{name} has no token {needed!r}; name its --end-token")
-        if settings.begin is not None:
-            self.begin = self._ids(settings.begin, name)
+        if documents.begin is not None:
+            self.begin = self._ids(documents.begin, name)
         elif settings.of_corpus:
             self.begin = []  # corpora from before there was such a note
         else:
@@ -85,31 +94,67 @@ class Encoder:
         """Return the tokens before each prompt, as texts."""
         return [str(self.tokenizer.id_to_token(id)) for id in self.begin]
 
+    @functools.cached_property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer with which texts of documents are encoded."""
+        return tokenizer_of_texts(self.tokenizer, self.special_tokens or TEXT, self.end_token)
+
+    @property
+    def record(self) -> CorpusRecord:
+        """What a corpus of these documents says of itself, but for its largest id."""
+        begin = tuple(self.begin_tokens())
+        return CorpusRecord(begin, self.end_token, self.end, None, self.special_tokens)
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of texts of documents, without what begins and ends a document.
 
-        The name of a special token in a text is a text: it must not end a document.
+        Raise UserError if a text has the token that ends a document, which would end there.
         """
-        self.tokenizer.encode_special_tokens = True
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, which begins as a document does.
-
-        Special tokens that it names are tokens; one that begins a document is not doubled.
-        """
-        return self.prompts([text])[0]
+        encodings = self.text_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        found = [encoding.ids for encoding in encodings]
+        if any(self.end in ids for ids in found):
+            raise UserError(
+                f"{self.end_token!r} ends a document, and the tokenizer makes it from texts too: "
+                "name another --end-token"
+            )
+        return found
 
     def prompts(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of several prompts; see `prompt`."""
-        self.tokenizer.encode_special_tokens = False
+        """Return the ids of prompts, which begin as documents do.
+
+        A prompt that spells what begins a document itself has it once.
+        """
+        if self.special_tokens is None:
+            self.tokenizer.encode_special_tokens = False
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return [self.begun(encoding.ids) for encoding in encodings]
+        begin = "".join(self.begin_tokens())
+        if self.special_tokens == TEXT or self.begin == [self.end]:  # else its name is a token
+            texts = [text.removeprefix(begin) for text in texts]
+        return [self.begun(ids) for ids in self.encode(texts)]
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """Return ids with what begins a prompt before them, if they do not begin with it."""
         begin = self.begin
-        found = []
-        for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            ids = encoding.ids
-            found.append(ids if begin and ids[: len(begin)] == begin else begin + ids)
-        return found
+        return ids if begin and ids[: len(begin)] == begin else begin + ids
+
+    @functools.cached_property
+    def names(self) -> Names:
+        """Finds names of special tokens in texts."""
+        return Names(self.tokenizer, self.end_token)
+
+    def notes_on(self, texts: Iterable[str], what: str) -> list[str]:
+        """Return lines on the special tokens that texts name. what: the texts, as "prompts"."""
+        if self.special_tokens is None:
+            return []
+        counts = NameCounts()
+        begin = "".join(self.begin_tokens())
+        total = 0
+        for text in texts:
+            counts.add(self.names.find(text.removeprefix(begin)), self.end_token)
+            total += 1
+        how = f", as in the corpus (--special-tokens {self.special_tokens})"
+        return counts.lines(f"of {total:,} {what}", self.end_token, self.special_tokens, how)
 
     def conversation(self, text: str) -> Encoding:
         """Encode what a chat template has written, whose special tokens are tokens."""

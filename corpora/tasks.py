@@ -285,6 +285,8 @@ def encode_tasks(files: Sequence[TaskFile], text: Text, length: int) -> TaskSet:
         if cut:
             note += f"; {cut:,} texts lose the beginning of their context, seq-length is {length}"
         found.notes.append(note)
+        texts_of_file = [part for choices in read for pair in choices.pairs for part in pair]
+        found.notes.extend(text.notes_on(texts_of_file, f"texts of the task {file.name}"))
     return found
 
 
@@ -367,13 +369,15 @@ def _within(
 class Packed:
     """Requests in samples of seq_length tokens. samples: the numbers of each sample's requests.
 
-    short: the number of first samples whose texts have at most `limit` tokens; see `pack`.
+    short: the number of first samples whose texts have at most `limit` tokens; see `pack`. prefix:
+    whether the tokens of a context see all of it, as with --objective prefix.
     """
 
     requests: Sequence[ScoringRequest]
     samples: list[list[int]]
     length: int
     short: int
+    prefix: bool = False
 
     def arrays(self, number: int) -> dict[str, np.ndarray]:
         """Return a sample as rows of a micro-batch: data.Batch's arrays, (seq_length,) each.
@@ -397,6 +401,8 @@ class Packed:
             arrays["tokens"][begin:stop] = ids[:-1]
             arrays["labels"][begin + start - 1 : stop] = ids[start:]
             arrays["starts"][begin:stop] = begin
+            if self.prefix:
+                arrays["stops"][begin : begin + start] = begin + start
             arrays["positions"][begin:stop] = places[: stop - begin]
             arrays["rows"][begin:stop] = request_number
             begin = stop
@@ -404,23 +410,28 @@ class Packed:
 
 
 def pack(
-    requests: Sequence[ScoringRequest], length: int, at_once: int = 1, limit: int | None = None
+    requests: Sequence[ScoringRequest],
+    length: int,
+    at_once: int = 1,
+    limit: int | None = None,
+    prefix: bool = False,
 ) -> Packed:
     """Return the requests in few samples of `length` tokens, the same for equal requests.
 
     at_once: the samples of a micro-batch of all replicas. limit: texts of more tokens are in other
     micro-batches than those of fewer, because their positions are computed otherwise (longrope).
+    prefix: see Packed.
     """
     sizes = [len(request.ids) - 1 for request in requests]
     short = [n for n, size in enumerate(sizes) if limit is None or size <= limit]
     samples = _best_fit(short, sizes, length)
     if limit is None:
-        return Packed(requests, samples, length, len(samples))
+        return Packed(requests, samples, length, len(samples), prefix)
     while len(samples) % at_once:
         samples.append([])
     of_short = len(samples)
     others = sorted(set(range(len(sizes))) - set(short))
-    return Packed(requests, samples + _best_fit(others, sizes, length), length, of_short)
+    return Packed(requests, samples + _best_fit(others, sizes, length), length, of_short, prefix)
 
 
 def _best_fit(numbers: Sequence[int], sizes: Sequence[int], room: int) -> list[list[int]]:

@@ -10,19 +10,22 @@ prompt is reported before that import.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
 from base.cli import check_decoded
 from base.errors import UserError
+from config.corpus_record import SETTINGS, form_of, read
 from config.schema import Config
+from corpora import token_files
 from corpora.blends import parse_blend
 from corpora.encoder import Encoder
 from corpora.tokenizer_files import load_tokenizer, read_settings
 
 # A prompt of token ids, such as "17 4 250" or "17, 4, 250".
 IDS = re.compile(r"\s*\d{1,18}([\s,]+\d{1,18})*\s*")
+MOST_SEARCHED = 1 << 26  # bytes of a corpus whose largest id is looked for when a run starts
 SAMPLE_TOKENS = 48  # the most tokens generated for a --sample-prompt in training
 
 
@@ -44,10 +47,11 @@ class Text:
     ends: all ids with which a text may end, also those of a chat's answer.
     """
 
-    def __init__(self, path: str | None, vocab_size: int):
+    def __init__(self, path: str | None, vocab_size: int, special_tokens: str | None = None):
         """Load the tokenizer.json at `path`; None: without a tokenizer.
 
-        Raise UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
+        special_tokens: what their names in texts become; None: what the files beside it say. Raise
+        UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
         """
         self.path = path
         self.vocab_size = vocab_size
@@ -60,7 +64,8 @@ class Text:
         size = tokenizer.get_vocab_size()
         if size > vocab_size:
             raise UserError(f"{path} has {size} tokens, the model {vocab_size}")
-        self.encoder = Encoder(tokenizer, read_settings(path), path)
+        settings = read_settings(path)
+        self.encoder = Encoder(tokenizer, settings, path, special_tokens=special_tokens)
         self.end = self.encoder.end
         self.ends = self.encoder.ends
 
@@ -77,7 +82,7 @@ class Text:
         """
         check_decoded(flag, prompt)  # refuses bytes that are no text
         if self.encoder is not None:
-            ids = self.encoder.prompt(prompt)
+            (ids,) = self.encoder.prompts([prompt])
             if not ids:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
             return self._checked(ids, flag)
@@ -90,6 +95,10 @@ class Text:
                 f"give {other_way}token ids such as '17 4 250'"
             )
         return self._checked(listed, flag)
+
+    def notes_on(self, texts: Sequence[str], what: str) -> list[str]:
+        """Return lines on the special tokens that texts name. what: the texts, as "prompts"."""
+        return [] if self.encoder is None else self.encoder.notes_on(texts, what)
 
     def numbers(self, text: str) -> list[int] | None:
         """Return the token ids that a text lists, such as "17 4 250"; None if it lists none."""
@@ -125,7 +134,9 @@ def prefixes_of(data: tuple) -> list[str]:
 
 def text_of_run(config: Config) -> Text:
     """Return the encoder of a run's corpus; without one, texts are numbers. Raise UserError."""
-    return Text(find_tokenizer([], prefixes_of(config.data.data)), config.model.vocab_size)
+    prefixes = prefixes_of(config.data.data)
+    path = find_tokenizer([], prefixes)
+    return Text(path, config.model.vocab_size, form_of(prefixes) if path else None)
 
 
 def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
@@ -143,6 +154,32 @@ def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
         if len(ids) >= length:
             raise UserError(f"--sample-prompt has {len(ids)} tokens: seq-length is {length}")
     return text, encoded
+
+
+def check_ids(prefix: str, vocab_size: int) -> list[str]:
+    """Raise UserError if a corpus has token ids that the model, with `vocab_size`, has not.
+
+    Return a note if that is not known: the corpus does not say its largest id, its tokenizer has
+    more tokens than the model or is not there, and it is too large to be read now.
+    """
+    largest = read(prefix).largest_id
+    said = f" ({prefix}{SETTINGS})"
+    tokenizer = find_tokenizer([], [prefix])
+    if largest is None and tokenizer:
+        vocabulary = load_tokenizer(tokenizer).get_vocab()
+        if max(vocabulary.values(), default=0) < vocab_size:
+            return []
+    if largest is None:
+        largest, said = token_files.largest_id(prefix, vocab_size, MOST_SEARCHED), ""
+    if largest is None:
+        unknown = f"the largest token id of {prefix} is not known"
+        return [f"{unknown}: one above {vocab_size - 1} would end the run"]
+    if largest >= vocab_size:
+        raise UserError(
+            f"{prefix} has the token id {largest}{said}, but vocab-size is {vocab_size}: give "
+            f"--vocab-size {largest + 1} or more, or prepare it by the model's tokenizer"
+        )
+    return []
 
 
 def unused_rows(config: Config) -> str | None:

@@ -8,6 +8,7 @@ Conversations, texts for an evaluation and the rows of tasks are JSON lines too,
 `objects_of`.
 
 A folder that `datasets` of Hugging Face has saved gives the .arrow files that its state.json lists.
+Hidden files and folders, such as macOS's ._books.jsonl, are left out of a folder and counted.
 
 Every file is read once, from its beginning. In memory is a line, or of a table a batch of rows of
 about BATCH_BYTES and the page of the file that these rows are in, whose size its writer has chosen.
@@ -55,6 +56,7 @@ SHOWN = (
 )
 # What an error of a program says that reads JSON lines from standard input too.
 BY_STDIN = ": give - to read JSON lines from standard input"
+HIDDEN = "hidden"  # as what `walk` counts files whose names begin with a dot
 LONGEST_LINE = 1 << 29  # bytes; a longer line is refused before it fills the memory
 # Bytes of a table that are read at a time, unless one row is larger.
 BATCH_BYTES = 1 << 24
@@ -62,6 +64,18 @@ BATCH_ROWS = 1024
 MOST_READ = 1 << 28  # bytes of chunks that are unpacked together
 TOKENS_READ = 1 << 20  # tokens of an array that are read at a time, unless one row is longer
 # io.UnsupportedOperation, which is a ValueError too, would be a mistake of this program.
+# What the library of zstd says of a frame that needs more memory than it takes by itself, and of
+# one that was compressed with a dictionary, and what to do: such a file is not damaged.
+ZSTD_REFUSALS = {
+    "too much memory": (
+        "has a frame with a window of more than 128 MiB, which is not unpacked here: unpack it by "
+        "zstd -d --long=31 {name}, which takes up to 2 GiB of memory{stdin}"
+    ),
+    "dictionary": (
+        "was compressed with a dictionary, which is not in the file: unpack it by "
+        "zstd -d -D DICTIONARY {name}{stdin}"
+    ),
+}
 MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
 
 
@@ -99,7 +113,20 @@ def damage_named(path: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # an error of the disk, not of the format
         reason = reason_of(error)
-        raise UserError(f"{path} is damaged, or not what its name says: {reason}") from None
+        refused = _refusal_of_zstd(path, reason)
+        raise UserError(
+            refused or f"{path} is damaged, or not what its name says: {reason}"
+        ) from None
+
+
+def _refusal_of_zstd(path: Path, reason: str) -> str:
+    """What to do about a whole .zst file that zstd does not unpack by itself; "" for others."""
+    if path.suffix.lower() != ".zst":
+        return ""
+    words = next((words for said, words in ZSTD_REFUSALS.items() if said in reason.lower()), "")
+    lines = kind_of(path) in LINES
+    stdin = ", or to standard output with -c, and give - for the file" if lines else ""
+    return words and f"{path} {words.format(name=shlex.quote(path.name), stdin=stdin)}"
 
 
 def reason_of(error: BaseException) -> str:
@@ -167,13 +194,8 @@ def check_lines(path: Path, key: str | None = None) -> None:
     """
     if str(path) == "-" or _suffix(path)[0] != ".json":
         return
-    with damage_named(path), open_source(path) as file:
-        first = _first_line(file)
-    try:
-        found = json.loads(first)
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict) and (key is None or key in found):
+    first = _first_line(path)
+    if _is_line(first, key):
         return
     lines = path.name[: path.name.lower().index(".json")] + ".jsonl"
     unpack = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
@@ -186,17 +208,27 @@ def check_lines(path: Path, key: str | None = None) -> None:
     )
 
 
-def _first_line(file: IO[bytes]) -> bytes:
+def _is_line(line: bytes, key: str | None) -> bool:
+    """Whether a line is a JSON object, with a key if one is asked for."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and (key is None or key in found)
+
+
+def _first_line(path: Path) -> bytes:
     """The first line that is not blank; of a list, which may be one long line, its beginning."""
-    line = _without_mark(file.readline(BATCH_BYTES))
-    while line and not line.strip():
-        line = file.readline(BATCH_BYTES)
-    line = line.lstrip()
-    while line[:1] == b"{" and not line.endswith(b"\n") and len(line) < LONGEST_LINE:
-        more = file.readline(BATCH_BYTES)
-        if not more:
-            break
-        line += more
+    with damage_named(path), open_source(path) as file:
+        line = _without_mark(file.readline(BATCH_BYTES))
+        while line and not line.strip():
+            line = file.readline(BATCH_BYTES)
+        line = line.lstrip()
+        while line[:1] == b"{" and not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+            more = file.readline(BATCH_BYTES)
+            if not more:
+                break
+            line += more
     return line
 
 
@@ -209,7 +241,7 @@ def walk(
     links: bool = False,
 ) -> Iterator[Path]:
     """Text files below a folder, except in hidden folders (.git, .venv); counts the others by
-    their suffix.
+    their suffix, or as hidden.
 
     as_text: see `kind_of`. key: of JSON lines: a file called .json is one of them if its first line
     has it. links: whether links may lead out of the folder; else UserError, since who made them is
@@ -222,24 +254,18 @@ def walk(
             if listed is not None and path.suffix == ".json":
                 continue  # it describes the others
             kind = kind_of(path, as_text)
-            if kind is None or (listed is not None and path.name not in listed):
+            if path.name.startswith("."):
+                unknown[HIDDEN] += 1
+            elif kind is None or (listed is not None and path.name not in listed):
                 unknown["".join(path.suffixes[-2:]) or path.name] += 1
             elif not path.is_file():
                 unknown[f"{path.suffix} that is no file"] += 1
-            elif kind == ".json" and not _are_lines(path, key):
+            elif kind == ".json" and not _is_line(_first_line(path), key):
                 unknown[f"{path.suffix} that is not JSON lines"] += 1
             else:
                 if not links:
                     _check_within(path, folder)
                 yield without_links(path, as_text)
-
-
-def _are_lines(path: Path, key: str | None) -> bool:
-    try:
-        check_lines(path, key)
-    except UserError:
-        return False
-    return True
 
 
 def without_links(path: Path, as_text: Sequence[str] = ()) -> Path:
@@ -271,11 +297,18 @@ def _listed(folder: Path) -> list[str] | None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{path} lists {missing[0]}, which is not there")
-    if state.get("_indices_files"):
+    if state.get("_indices_data_files") or state.get("_indices_files"):
         raise UserError(
-            f"{folder} has an order of rows of its own: save it after flatten_indices()"
+            f"{folder} is a data set with an order of rows of its own, which is not read: save it "
+            "after flatten_indices()"
         )
     return names
+
+
+def check_order_of_rows(path: Path) -> None:
+    """UserError for an .arrow file of a data set that has an order of rows of its own."""
+    if kind_of(path) == ".arrow" and (path.parent / "state.json").is_file():
+        _listed(path.parent)
 
 
 def open_file(path: Path, instead: str = "") -> IO[bytes]:
@@ -313,8 +346,12 @@ def open_source(path: Path) -> Iterator[IO[bytes]]:
 
 
 def blocks_of(path: Path, size: int) -> Iterator[bytes]:
-    """The bytes of a file of one document, in blocks of `size`; the last block is empty."""
+    """The bytes of a file of one document, in blocks of `size`; the last block is empty.
+
+    The mark with which some programs begin UTF-8 is left out.
+    """
     with open_source(path) as file:
+        yield _without_mark(file.read(size))
         while block := file.read(size):
             yield block
     yield b""
@@ -364,9 +401,9 @@ def objects_of(
                     yield place, found
 
 
-def _without_mark(line: bytes) -> bytes:
-    """The first line of a file without the mark with which some programs begin UTF-8."""
-    return line.removeprefix(codecs.BOM_UTF8)
+def _without_mark(begin: bytes) -> bytes:
+    """The beginning of a file without the mark with which some programs begin UTF-8."""
+    return begin.removeprefix(codecs.BOM_UTF8)
 
 
 def _parse_line(line: bytes, keys: Sequence[str]) -> dict[str, Any] | str:
@@ -408,11 +445,24 @@ def _rows_of_csv(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(LONGEST_LINE)
     with open_source(path) as file:
         decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        table = csv.DictReader(_lines(decoded, path))
-        if key not in (table.fieldnames or ()):
-            raise UserError(f"{path} has no column {key!r} in its first line")
-        for row in table:
-            yield table.line_num, row[key]
+        table = csv.DictReader(_lines(decoded, path), strict=True)
+        end = 0  # the line with which the row before ends
+        try:
+            if key not in (table.fieldnames or ()):
+                raise UserError(f"{path} has no column {key!r} in its first line")
+            end = table.line_num
+            for row in table:
+                yield (end := table.line_num), row[key]
+        except csv.Error as error:
+            raise UserError(_mistake_of_csv(f"{path}:{end + 1}", str(error))) from None
+
+
+def _mistake_of_csv(place: str, reason: str) -> str:
+    """The error for a row that begins at a line, FILE:LINE, and is no row of CSV."""
+    if "unexpected end of data" in reason:
+        return f"{place} has a quote that is not closed until the end of the file"
+    how = "; within a quoted text a quote is written twice" if "expected after" in reason else ""
+    return f"{place} begins a row that is not CSV: {reason}{how}"
 
 
 def _rows_of_arrow(path: Path, key: str) -> Iterator[tuple[int, Any]]:
@@ -447,9 +497,9 @@ def _batches(path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
     if kind_of(path) == ".parquet":
         parquet = package_for("pyarrow.parquet", path)
         table = parquet.ParquetFile(file)
-        names = table.schema_arrow.names
+        _check_column(path, table.schema_arrow, key)
         rows = _batch_rows(table, key)
-        if key in names and rows == BATCH_ROWS:
+        if rows == BATCH_ROWS:
             # The file has few bytes for each row: short texts, or long ones that many rows
             # share, which are in memory once then, as they are in the file.
             table = parquet.ParquetFile(file, read_dictionary=[key])
@@ -458,15 +508,23 @@ def _batches(path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
         ipc = package_for("pyarrow.ipc", path)
         try:
             batches = ipc.open_stream(file)
-            names = batches.schema.names
+            schema = batches.schema
         except ValueError:
             file.seek(0)
             whole = ipc.open_file(file)
-            names = whole.schema.names
+            schema = whole.schema
             batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
-    if key not in names:
-        raise UserError(f"{path} has no column {key!r}, but {', '.join(names)}")
+        _check_column(path, schema, key)
     return batches
+
+
+def _check_column(path: Path, schema: Any, key: str) -> None:
+    """UserError unless a table has a column `key` without others in it; schema: Arrow's."""
+    if key not in schema.names:
+        raise UserError(f"{path} has no column {key!r}, but {', '.join(schema.names)}")
+    column = schema.field(schema.get_field_index(key)).type
+    if column.num_fields:
+        raise UserError(f"{path}: the column {key!r} is a {column!s:.80}, and not of texts")
 
 
 def _batch_rows(table: Any, key: str) -> int:

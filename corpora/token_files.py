@@ -343,6 +343,30 @@ def check_pair(prefix: str, answers: bool = False) -> int:
     return count
 
 
+def note_on_answers(prefix: str, answers_only: bool) -> list[str]:
+    """Return a note if a corpus marks answers, and a run does not train on these alone."""
+    if answers_only or not os.path.exists(prefix + ANSWERS + ".idx"):
+        return []
+    marks = f"{prefix} marks answers ({prefix}{ANSWERS}.idx)"
+    return [f"{marks}: without --answers-only all of its tokens count in the loss"]
+
+
+def largest_id(prefix: str, limit: int, most_bytes: int) -> int | None:
+    """Return the largest token id of a pair, if it may be `limit` or more; None: not known.
+
+    It is looked for in a .bin of at most `most_bytes`. A negative id counts as one of its bits.
+    """
+    token_type, _, _ = _read_header(prefix + ".idx", _map(prefix + ".idx").bytes)
+    unsigned = np.dtype(f"<u{token_type.itemsize}")
+    if np.iinfo(unsigned).max < limit:
+        return int(np.iinfo(unsigned).max)
+    tokens = _map(prefix + ".bin").bytes
+    if len(tokens) > most_bytes:
+        return None
+    whole = tokens[: len(tokens) // unsigned.itemsize * unsigned.itemsize].view(unsigned)
+    return int(whole.max(initial=0))
+
+
 def token_type_of(vocab_size: int) -> np.dtype:
     """Return the type of the token ids in a file: uint16 if the vocabulary is small, else int32.
 
@@ -386,7 +410,7 @@ def checksums_of(prefix: str, source: str | None = None) -> bytes:
 class IndexedDatasetWriter:
     """Writes a .bin/.idx pair document by document, with the same bytes as Megatron's builder.
 
-    tokens: the number of tokens written so far.
+    tokens: the number of tokens written so far. largest_id: the largest of them.
 
         with IndexedDatasetWriter("data/books", vocab_size=50257) as writer:
             writer.add_document(tokens)                   # or several sequences of one document
@@ -399,6 +423,7 @@ class IndexedDatasetWriter:
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.tokens = 0  # the number of tokens written so far
+        self.largest_id = 0  # of these tokens
         self.token_type = token_type_of(vocab_size)
         self._lengths = array.array("i")  # the tokens of each sequence
         # The first sequence of each document, and at the end the first of the next document.
@@ -447,6 +472,7 @@ class IndexedDatasetWriter:
             self._file.write(ids.astype(self.token_type).tobytes())
             self._lengths.append(len(ids))
             self.tokens += len(ids)
+            self.largest_id = max(self.largest_id, int(ids.max(initial=0)))
         self._documents.append(len(self._lengths))
 
     def _finish(self) -> None:

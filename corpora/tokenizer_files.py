@@ -5,8 +5,8 @@
     settings.template(), settings.tokens["eos_token"]
 
 Beside a corpus PREFIX they are PREFIX.tokenizer.json and PREFIX.tokenizer_config.json. The latter
-also says under "documents" with which tokens a document of the corpus begins and ends, which
-encoder.py decides.
+also says under "documents" what the corpus is (config/corpus_record.py): with which tokens a
+document begins and ends, and what names of special tokens became, which encoder.py decides.
 """
 
 import json
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from base.errors import UserError
 from base.regular_files import MOST_OF_TOKENIZER, read_regular
+from config.corpus_record import CorpusRecord, from_facts
 
 NAME = "tokenizer.json"
 
@@ -28,16 +29,14 @@ class Settings:
     """What the files beside a tokenizer.json say of it.
 
     path: of tokenizer_config.json, for messages. templates: chat templates by name; "default" is
-    the one without a name. tokens: special tokens by name, such as eos_token. begin, end: the
-    tokens with which documents of the corpus begin, and the one that ends them; None if no corpus
-    has said so. of_corpus: whether the tokenizer is the one beside a corpus.
+    the one without a name. tokens: special tokens by name, such as eos_token. documents: what the
+    corpus says of its documents. of_corpus: whether the tokenizer is the one beside a corpus.
     """
 
     path: str
     templates: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
-    begin: tuple[str, ...] | None = None
-    end: str | None = None
+    documents: CorpusRecord = field(default_factory=CorpusRecord)
     of_corpus: bool = False
 
     def template(self, name: str | None = None, tools: Any = None) -> str:
@@ -88,30 +87,25 @@ def read_settings(tokenizer: str | os.PathLike) -> Settings:
     facts = read_object(about)
     if "added_tokens_decoder" not in facts:  # files of earlier versions of transformers
         facts |= read_object(f"{stem}special_tokens_map.json")
-    begin, end = _documents_of(facts.get("documents"), about)
     return Settings(
         path=about,
         templates=_template_files(stem) or _templates_of(facts.get("chat_template"), about),
         tokens=_tokens_of(facts),
-        begin=begin,
-        end=end,
+        documents=from_facts(facts.get("documents"), about),
         of_corpus=bool(os.path.basename(stem)),
     )
 
 
-def write_settings(path: str, settings: Settings, begin: list[str], end: str) -> None:
-    """Write the tokenizer_config.json of a corpus.
-
-    settings: of the tokenizer, of which templates and named tokens are kept. begin, end: the tokens
-    that documents of the corpus begin with, and the one that ends them.
-    """
-    facts: dict[str, Any] = {"eos_token": end} | settings.tokens
+def write_settings(path: str, settings: Settings) -> None:
+    """Write the tokenizer_config.json of a corpus: templates, named tokens and documents."""
+    end = settings.documents.end
+    facts: dict[str, Any] = ({} if end is None else {"eos_token": end}) | settings.tokens
     if list(settings.templates) == ["default"]:
         facts["chat_template"] = settings.templates["default"]
     elif settings.templates:
         named = [{"name": name, "template": text} for name, text in settings.templates.items()]
         facts["chat_template"] = named
-    facts["documents"] = {"begin": begin, "end": end}
+    facts["documents"] = settings.documents.facts()
     Path(path).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -189,15 +183,3 @@ def _tokens_of(facts: dict[str, Any]) -> dict[str, str]:
         if (name.endswith("_token") or name in named) and isinstance(token, str):
             tokens[name] = token
     return tokens
-
-
-def _documents_of(value: Any, where: str) -> tuple[tuple[str, ...] | None, str | None]:
-    """Return the tokens that documents of a corpus begin with, and the one that ends them."""
-    if value is None:
-        return None, None
-    begin = value.get("begin") if isinstance(value, dict) else None
-    end = value.get("end") if isinstance(value, dict) else None
-    words = begin if isinstance(begin, list) else [None]
-    if not all(isinstance(word, str) for word in [*words, end]):
-        raise UserError(f"{where}: documents has no begin and end that are tokens")
-    return tuple(words), end

@@ -14,16 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from base.errors import UserError
 from config.schema import Config, Layout
 from config.timeline import Timeline
-from config.validation import explicit_costs
-from costs import memory, time_terms
+from costs import memory
 from costs.job import Job
 from costs.partition_costs import blocks_of, costs_of, reference, specs_of
 from costs.step_time import action_seconds, pipeline_time
-from schedules.actions import Seconds
-from schedules.partition import PartCosts, balanced, placement
+from schedules.partition import balanced, placement
 
 # The schedules that are tried: name, and number of stages on each rank.
 TRIED = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)]
@@ -79,8 +76,7 @@ def decide(config: Config, kind: str) -> tuple[Config, PricedSchedule | None]:
     """Return the config with `--schedule auto` replaced, and the choice (None if it was not auto).
 
     The choice is made for the largest batch of this run: Timeline.levels has the sizes that it
-    takes in turn. kind: "cuda" or "cpu". Called at the start of a run, after --schedule-costs
-    measured has been replaced by numbers.
+    takes in turn. kind: "cuda" or "cpu". Called at the start of a run.
     """
     if config.layout.schedule != "auto":
         return config, None
@@ -90,22 +86,22 @@ def decide(config: Config, kind: str) -> tuple[Config, PricedSchedule | None]:
     return replace(config, layout=layout), choice
 
 
+def decide_with_note(config: Config, kind: str) -> tuple[Config, list[str]]:
+    """Return the config with `--schedule auto` replaced, and lines for the log about the choice."""
+    config, choice = decide(config, kind)
+    return config, [note(choice)] if choice else []
+
+
 def decide_layout(job: Job) -> tuple[Layout, PricedSchedule | None]:
     """Return the job's layout with `--schedule auto` replaced, and the choice that was made.
 
-    The choice is None if there was none to make: the schedule was not auto, or pp is 1. Raise
-    UserError for `--schedule-costs measured`.
+    The choice is None if there was none to make: the schedule was not auto, or pp is 1.
     """
     layout = job.layout
     if layout.schedule != "auto":
         return layout, None
     if layout.pp == 1:
         return replace(layout, schedule="1f1b"), None
-    if layout.schedule_costs == "measured":
-        raise UserError(
-            "--schedule-costs measured needs the run itself, which writes the numbers to run.json: "
-            "give these, or planned"
-        )
     # A run without --ep has ep 1; a plan prints the --ep that it has found.
     layout = replace(layout, ep=layout.ep or 1)
     choice = fastest(job._replace(layout=layout, machine=reference(job.machine.kind)))
@@ -120,12 +116,9 @@ def decide_layout(job: Job) -> tuple[Layout, PricedSchedule | None]:
     return replace(job.layout, **changes), choice
 
 
-def note(layout: Layout, choice: PricedSchedule) -> str:
-    """Return the line for the log about a layout and the choice that `decide_layout` made for it.
-
-    Called at the start of a run, and by the planner and the rehearsal.
-    """
-    return f"--schedule auto, costs {layout.schedule_costs}: {choice}"
+def note(choice: PricedSchedule) -> str:
+    """Return the line for the log about a choice, of a run, the planner or the rehearsal."""
+    return f"--schedule auto: {choice}"
 
 
 def fastest(job: Job) -> PricedSchedule:
@@ -137,9 +130,7 @@ def fastest(job: Job) -> PricedSchedule:
     limit = 0.0  # the bytes that the fullest rank of 1F1B holds, known after the first candidate
     for virtual, layout in _candidates(job):
         candidate = job._replace(layout=layout)
-        given = explicit_costs(layout)
-        actions = _measured_actions(candidate, given) if given else action_seconds(candidate)
-        seconds, idle = pipeline_time(candidate, actions=actions)
+        seconds, idle = pipeline_time(candidate, actions=action_seconds(candidate))
         held = max(stage.activations + stage.working for stage in memory.stages(candidate))
         limit = limit or held
         blocks = tuple(spec.blocks for spec in specs_of(candidate))
@@ -179,43 +170,8 @@ def _candidates(job: Job) -> Iterator[tuple[int, Layout]]:
             # and the head.
             if name != "1f1b" and layout.stages > job.model.layers + 2:
                 continue
-            blocks = balanced(job.model.layers, placement(layout), _costs(job))
+            blocks = balanced(job.model.layers, placement(layout), costs_of(job))
             layout = replace(layout, partition=",".join(map(str, blocks)))
         elif virtual > 1:
             continue
         yield virtual, layout
-
-
-def _costs(job: Job) -> PartCosts:
-    """Return the seconds by which blocks are shared out: measured if the user gave them."""
-    planned = costs_of(job)
-    if not (given := explicit_costs(job.layout)):
-        return planned
-    embedding = sum(time_terms.embedding(job))
-    return PartCosts(float(embedding), sum(given[:3]), sum(given[3:]))
-
-
-def _measured_actions(job: Job, given: list[float]) -> Seconds:
-    """Return the seconds of one micro-batch's actions by (kind, stage), from measured passes.
-
-    given: seconds of F, B and W of a block, then of the head (`explicit_costs`). The embedding was
-    not measured: its seconds are the planner's.
-    """
-    forward, inputs, weights, head_forward, head_inputs, head_weights = given
-    embedding = time_terms.embedding(job)
-    seconds: dict[tuple[str, int], float] = {}
-    for stage, spec in enumerate(specs_of(job)):
-        # If one stage has embedding and head with one matrix, the head's B computes the gradient of
-        # this matrix, and W has nothing to do for the head.
-        put_off = head_weights if spec.tied or not job.model.tied else 0.0
-        f = spec.blocks * forward + spec.head * head_forward
-        b = spec.blocks * inputs + spec.head * (head_inputs + head_weights - put_off)
-        w = spec.blocks * weights + spec.head * put_off
-        if spec.embedding:
-            f += float(embedding.forward)
-            b += float(embedding.backward)
-        seconds["F", stage] = f
-        seconds["B", stage] = b if job.layout.splits_backward else b + w
-        if job.layout.splits_backward:
-            seconds["W", stage] = w
-    return seconds

@@ -157,7 +157,7 @@ def weights_of(job: Job, parts: Parts, held: Column) -> Column:
     """Return the bytes of a stage's weights in computing precision. held: its parameters.
 
     At --zero 3 only two blocks are gathered at once, the block that runs and the next one, or with
-    --no-reshard-after-forward all blocks.
+    reshard_after_forward false all blocks.
     """
     size = job.number_bytes
     block = job.parameters_here
@@ -176,7 +176,7 @@ def gradients_of(job: Job, held: Column, shard: Column) -> Column:
     """Return the bytes of a GPU's gradients.
 
     From --zero 2 on, a GPU keeps only the gradients of the parameters that it updates, in FP32; at
-    --zero 3 with --no-sync-each-batch it first sums all of its gradients over the micro-batches.
+    --zero 3 with sync_each_batch false it first sums all of its gradients over the micro-batches.
     held, shard: the numbers of parameters on the GPU, and of those that it updates.
     """
     return np.where(job.reduces_once, held * gradient_bytes(job), shard * 4.0)

@@ -23,7 +23,7 @@ MATRIX_BYTES = 4.0  # bytes of a number that is exchanged: the type of the maste
 def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
     """Return (count, rows, columns) of a block's matrices, with all experts of a block.
 
-    mode: the value of --muon-qkv, which says how q, k and v are divided (parallel.Matrices).
+    mode: the value of muon_qkv, which says how q, k and v are divided (parallel.Matrices).
     """
     h = model.hidden
     d = model.head_size

@@ -144,7 +144,7 @@ class Group:
         self.rank = rank  # the position of this rank among the members
         self.handle = handle  # torch's process group; None in a group of one rank
         self.group_log = group_log  # records the group's operations for the watchdog
-        self.blocking = blocking  # --blocking: wait for each operation where it starts
+        self.blocking = blocking  # blocking: wait for each operation where it starts
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
         self._on_current_stream = False  # True in `at_once` over NCCL: a collective runs in `wait`

@@ -82,7 +82,7 @@ def prepare(run: Run, pp: int = 1, experts: int = 1) -> None:
     """Set the environment variables that torch, CUDA, cuBLAS and NCCL read when they are loaded.
 
     Called before torch is imported. A variable that the user has set stays, but for those of
-    --blocking. pp: the number of pipeline stages. experts: the number of experts of a block.
+    blocking. pp: the number of pipeline stages. experts: the number of experts of a block.
     """
     if run.blocking:  # every collective blocks the host, and so does every kernel
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"

@@ -8,7 +8,7 @@
 The checks of nodes are fast, and find faults that would otherwise end the run hours later. Every
 rank must answer, have the same source files, options and library versions, allocate memory and
 multiply matrices; every group of the layout must all-reduce. Slow ranks are found in training, by
---check-speed-every. The answers go through torch's store with a time limit (store.py), so that a
+check_speed_every. The answers go through torch's store with a time limit (store.py), so that a
 node which does not answer, for any reason, is named in the error and can be left out.
 
 A check of the nodes raises NodeError, on every rank, with the nodes to leave out: the supervisor
@@ -106,7 +106,7 @@ def introduce(config: Config, context: Context, decided: str) -> None:
     pp = config.layout.pp
     if context.device.type == "cuda":
         if config.run.blocking and pp > 1:
-            say(f"note: --blocking: with pp({pp}) it does not wait for every CUDA kernel")
+            say(f"note: blocking = true: with pp({pp}) it does not wait for every CUDA kernel")
         if not config.run.compile:
             say("note: on one H200 --compile made steps 8 to 72 % faster (docs/training.md)")
     if checks_nodes(config, context):
@@ -470,7 +470,8 @@ def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> N
         if copy > memory:
             raise UserError(
                 f"preflight: node {node} copies {copy / 1e9:.3f} GB to host memory for a save, and "
-                f"{memory / 1e9:.3f} GB are free: ask Slurm for more (--mem), or --no-async-save"
+                f"{memory / 1e9:.3f} GB are free: ask Slurm for more (--mem), or give "
+                "--set async_save=false"
             )
 
 

@@ -149,7 +149,7 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     """Bind this process to its share of the cores; return the share and the number of threads.
 
     If several ranks may use the same cores, these are divided among the ranks, provided that there
-    is at least one core for each and --no-bind-cores was not given. The threads are torch's threads
+    is at least one core for each and bind_cores is not false. The threads are torch's threads
     on the CPU: OMP_NUM_THREADS, or a thread for each physical core of the share.
     """
     import torch

@@ -1,6 +1,6 @@
 """Continues token ids with a model, under any layout: all ranks call it and get the same ids.
 
-    decoder = Decoder(pipeline, factory, model)
+    decoder = Decoder(pipeline, factory, config)
     ids = decoder.generate(prompt, 50, SamplingParams(temperature=0.8, top_p=0.95))
 
 The prompt takes one forward pass through the stages, and so does every new token; the keys and
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from architecture.shape import ModelShape
 from config.mesh_axes import rows_along
+from config.schema import Config
 from layers.attention import KeyValueCache, local_slopes
 from layers.rotary import text_switch
 from model import Embedding
@@ -58,12 +58,17 @@ def choose(logits: Tensor, how: SamplingParams, random: torch.Generator) -> int:
 class Decoder:
     """Continues ids with the stages of a pipeline; `generate` is collective over the world."""
 
-    def __init__(self, pipeline: Pipeline, factory: ParamFactory, model: ModelShape):
-        """Make a decoder of the stages in `pipeline`; factory: the factory that made the stages."""
+    def __init__(self, pipeline: Pipeline, factory: ParamFactory, config: Config):
+        """Make a decoder of the stages in `pipeline`; factory: the factory that made the stages.
+
+        config: of the run. With --objective prefix a prompt is a prefix, whose tokens see all of
+        it, as in training.
+        """
         self.pipeline = pipeline
         self.factory = factory
         self.mesh = factory.mesh
-        self.model = model
+        model = self.model = config.model
+        self.has_prefix = config.data.objective == "prefix"
         self.slopes = local_slopes(model, factory) if model.positions == "alibi" else None
         # The tokens from which on a longer text has other rotary tables, and so other keys.
         self.switch = text_switch(model)
@@ -82,7 +87,8 @@ class Decoder:
         returned.
         """
         device = self.factory.device
-        cache = KeyValueCache(len(prompt) + count, self.slopes, device)
+        prefix = len(prompt) if self.has_prefix else 0
+        cache = KeyValueCache(len(prompt) + count, self.slopes, device, prefix)
         random = torch.Generator().manual_seed(how.seed)
         tokens = torch.tensor([prompt], device=device)
         ids: list[int] = []
@@ -95,7 +101,7 @@ class Decoder:
                 ids.append(chosen)
                 tokens = torch.tensor([[chosen]], device=device)
                 if cache.tokens == self.switch:  # the next token makes the text longer
-                    cache = KeyValueCache(len(prompt) + count, self.slopes, device)
+                    cache = KeyValueCache(len(prompt) + count, self.slopes, device, prefix)
                     tokens = torch.tensor([prompt + ids], device=device)
         return ids
 

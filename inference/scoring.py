@@ -4,7 +4,8 @@
     for task, result in scorer.results(): ...
 
 One pass scores the requests of all tasks. Several requests share a sample, and a mask lets each
-token see only its own request (corpora/tasks.py). A sample's number says which replica and which
+token see only its own request (corpora/tasks.py); with --objective prefix the tokens of a context
+see all of it. A sample's number says which replica and which
 micro-batch it is in, as in training. The ranks of the last stage add up the log-likelihoods of
 their tokens by request, and one all-reduce adds up those of all ranks. trainer.py calls this file
 during a run, sample.py for a checkpoint.
@@ -44,7 +45,8 @@ class Scorer:
         # With longrope, the tokens of the longest text that has the short factors.
         self.limit = text_switch(model)
         self.at_once = self.layout.micro_batch_size * self.layout.dp
-        self.packed = pack(tasks.requests, model.seq_length, self.at_once, self.limit)
+        prefix = config.data.objective == "prefix"
+        self.packed = pack(tasks.requests, model.seq_length, self.at_once, self.limit, prefix)
         digest = tasks.digest
         both = torch.tensor([digest, -digest], device=factory.device)
         self.mesh.world.at_once.all_reduce(both, MAX).wait()

@@ -42,6 +42,7 @@ from parallel import (
     ParamFactory,
     RowLinear,
     compile_if_large,
+    exact_dtype,
     recompute,
 )
 
@@ -151,12 +152,13 @@ class KeyValueCache:
     k, v, mask = cache.extend(layer, k, v)  in each layer
 
     tokens: the number of tokens so far, with the new tokens; positions: the new tokens' positions,
-    (1, s).
+    (1, s). prefix: so many first tokens, which come in one pass, see all of each other.
     """
 
-    def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
+    def __init__(self, most: int, slopes: Tensor | None, device: torch.device, prefix: int = 0):
         """Begin a cache for at most `most` tokens. slopes: ALiBi's for the local heads, (a,)."""
         self.most = most
+        self.prefix = prefix
         self.device = device
         self.tokens = 0
         self.new_tokens: Tensor | None = None  # those of the next pass, (b, s), if they are known
@@ -176,10 +178,11 @@ class KeyValueCache:
         """Count the new tokens of the next pass through the layers, and make its mask."""
         self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
         self.tokens += count
-        distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
+        queries, keys = self.positions.t(), torch.arange(self.tokens, device=self.device)
+        later = (keys > queries) & ((keys >= self.prefix) | (queries >= self.prefix))  # (s, all)
         # The bias of the scores: -slope * distance, and -infinity for tokens that come later.
-        bias = -self.slopes.to(self.device)[:, None, None] * distance
-        self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
+        bias = -self.slopes.to(self.device)[:, None, None] * (queries - keys).abs()
+        self._bias = bias.masked_fill(later, -torch.inf)[None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Mask]:
         """Store a layer's k and v of the new tokens, (s, b, g, d) each.
@@ -398,7 +401,7 @@ def attend_own_heads(
 
 def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x, (..., n), whose scale is 1 + weight, in fp32 at least; as Gemma."""
-    exact = torch.promote_types(x.dtype, torch.float32)
+    exact = exact_dtype(x.dtype)
     return F.rms_norm(x.to(exact), weight.shape, 1 + weight.to(exact), eps).to(x.dtype)
 
 
@@ -436,7 +439,7 @@ class QueryKeyNorm(nn.Module):
             return [rms_norm_plus_one(x, weight, self.eps) for x, weight in pairs]
         if not self.full:  # each head is normalised by itself
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
-        exact = torch.promote_types(q.dtype, torch.float32)
+        exact = exact_dtype(q.dtype)
         # (2, s, b): q's and k's mean squares, of this rank's heads; then the mean of all ranks.
         means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])
         means = sum_both_ways(means_here, self.tp) / self.tp.size  # sums gradients over tp too

@@ -44,7 +44,7 @@ from distributed.token_exchange import (
     order_by_expert,
     share,
 )
-from parallel import DeferredGradients, Matrices, ParamFactory, add_product
+from parallel import DeferredGradients, Matrices, ParamFactory, add_product, exact_dtype
 
 
 class Balance(Protocol):
@@ -119,7 +119,7 @@ class Router(nn.Module):
         the order (s, b). samples: b. chosen_experts: an empty list, to which this method adds its
         choice; when recomputation repeats the forward pass, the list has the choice already.
         """
-        exact = torch.promote_types(x.dtype, torch.float32)
+        exact = exact_dtype(x.dtype)
         logits = F.linear(x.to(exact), self.weight.to(exact))
         if self.logit_bias is not None:
             logits = logits + self.logit_bias.to(exact)

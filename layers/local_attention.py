@@ -37,7 +37,7 @@ from distributed.context_parallel import gather_tokens, to_heads, to_tokens
 from layers import attention_masks
 from layers.attention_masks import compiled_flex, takes_flex, visible_blocks
 from layers.rotary import Rotary
-from parallel import ParamFactory, recompute
+from parallel import ParamFactory, exact_dtype, recompute
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -216,8 +216,10 @@ def _seen_in_cache(cache: Any, keys: int, block: BlockAttention) -> VisibleKeys:
     starts = torch.zeros_like(places)
     if block.window:
         starts = starts.maximum(places - block.window + 1)
+    prefix = cache.prefix - first  # its end among the kept tokens
+    stops = torch.where(places < prefix, prefix, places + 1)
     slopes = cache.slopes.to(cache.device) if bool((cache.slopes != 0).any()) else None
-    return seen_by(starts[None], places[None] + 1, places, keys, slopes, False)
+    return seen_by(starts[None], stops[None], places, keys, slopes, False)
 
 
 def _attend(
@@ -318,7 +320,7 @@ def _by_products(
 
     mask: (b or 1, 1, s, t). bias: added to the scores after the softcap, (a, s, t), or None.
     """
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact = exact_dtype(q.dtype)
     scores = (q @ k.transpose(-1, -2)).to(exact) * q.shape[-1] ** -0.5
     if softcap:
         scores = softcap * (scores / softcap).tanh()

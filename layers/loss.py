@@ -27,7 +27,7 @@ from torch import Tensor
 
 from config.buffer_sizes import LOGITS_AT_ONCE
 from distributed.collectives import Group
-from parallel import ParamFactory, ParamSpec, compile_kernel
+from parallel import ParamFactory, ParamSpec, compile_kernel, exact_dtype
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -140,7 +140,7 @@ class LocalLoss(NamedTuple):
         vocabulary this rank has. fused: use kernels of torch.compile.
         """
         columns_here = spec.stop - spec.start  # this rank's columns without those of padding
-        exact = torch.promote_types(logits.dtype, torch.float32)
+        exact = exact_dtype(logits.dtype)
         # The columns of padding get the probability 0.
         logits[..., columns_here:] = torch.finfo(logits.dtype).min
         columns = labels - spec.start

@@ -27,7 +27,7 @@ from distributed.context_parallel import (
     tokens_before,
 )
 from layers.attention import KeyValueCache
-from parallel import ParamFactory, recompute
+from parallel import ParamFactory, exact_dtype, recompute
 
 Inputs = tuple[Tensor, ...]  # of each head, (s, b, heads, columns)
 
@@ -144,7 +144,7 @@ class RecurrentMixer(nn.Module):
 
 def exact(x: Tensor) -> Tensor:
     """Return x in fp32 at least, in which states and norms are computed."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(exact_dtype(x.dtype))
 
 
 def unit(x: Tensor) -> Tensor:

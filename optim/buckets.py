@@ -25,8 +25,9 @@ from config.schema import Training
 from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim import adam8bit, update_rules
+from optim.precision import DTYPES
 from optim.weight_average import Rule
-from parallel import ParamSpec
+from parallel import ParamSpec, exact_dtype
 
 # The length of a section is a multiple of this, so that no kernel computes the end of a section
 # differently: copies of a parameter at different places of their buffers stay bitwise equal.
@@ -222,8 +223,8 @@ class Bucket(ParamGroup):
         self.section = total // size if self.sharded else total  # elements of this rank's section
         self.start = self.replicas.rank * self.section if self.sharded else 0  # its first element
         first = parameters[0]
-        exact = torch.promote_types(first.dtype, torch.float32)
-        self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
+        exact = exact_dtype(first.dtype)
+        self.sum_dtype = DTYPES["bf16"] if t.grad_dtype == "bf16" else exact
         self.weights = first.new_zeros(total, dtype=dtype)
         has_replicas = max(mesh.replicas.size, mesh.expert_replicas.size) > 1  # of any bucket
         # Whether the bucket is reduced after each micro-batch. All buckets do the same, those of

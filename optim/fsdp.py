@@ -1,8 +1,8 @@
 """--zero 3: weights, gradients and state sharded over the replicas, by torch's fully_shard.
 
 In the forward and in the backward pass, torch all-gathers a block's weights before the block runs
-and frees them afterwards (--no-reshard-after-forward: after the backward pass only). It
-reduce-scatters the block's gradients in every micro-batch or, with --no-sync-each-batch, in the
+and frees them afterwards (reshard_after_forward false: after the backward pass only). It
+reduce-scatters the block's gradients in every micro-batch or, with sync_each_batch false, in the
 last one of a step: until then each rank holds sums of all its gradients. Each tensor rank's part of
 a weight is sharded over the replicas. torch decides when to communicate, but calls the `Group` of
 the replicas for it, so that the flight recorder records every all-gather and reduce-scatter.
@@ -26,7 +26,8 @@ from config.schema import Layout, Training
 from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 from optim.buckets import Key, ParamGroup, key_of
-from parallel import ParamFactory
+from optim.precision import DTYPES
+from parallel import ParamFactory, exact_dtype
 
 
 @dataclass
@@ -107,7 +108,7 @@ class FullyShardedGroup(ParamGroup):
 class LastBackward:
     """Has torch reduce the gradients of a stage in the last backward pass of each step only.
 
-    Made for --no-sync-each-batch. Until then torch adds up whole gradients in the precision in
+    Made for sync_each_batch false. Until then torch adds up whole gradients in the precision in
     which it reduces them. Source: FSDPModule.set_requires_gradient_sync.
     """
 
@@ -145,8 +146,8 @@ def block_sharder(
     mesh = factory.mesh
     # None: torch frees the weights of all parts but the outermost one, the stage.
     reshard = None if layout.reshard_after_forward else False
-    exact = torch.promote_types(factory.dtype, torch.float32)
-    sum_dtype = torch.bfloat16 if training.grad_dtype == "bf16" else exact
+    exact = exact_dtype(factory.dtype)
+    sum_dtype = DTYPES["bf16"] if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sum_dtype, cast_forward_inputs=False)
     # torch needs a DeviceMesh for each group over which it shards. The two groups may be the same:
     # then the dictionary has one entry. A group of one rank gets none: its parts are not sharded.

@@ -11,7 +11,7 @@ from config.run_options import LOSS_SCALE, DynamicScale, Training
 
 
 class LossScale:
-    """The loss scale of a run: dynamic for fp16 unless --loss-scale fixes it, 1 otherwise.
+    """The loss scale of a run: dynamic for fp16 unless loss_scale fixes it, 1 otherwise.
 
     Megatron-LM has the same rule (megatron/core/optimizer/grad_scaler.py) with the same constants,
     but for the first scale, which is torch.amp.GradScaler's. A counter starts at
@@ -21,15 +21,16 @@ class LossScale:
     error after max_overflows overflows in a row at the smallest or a fixed scale.
     """
 
-    def __init__(self, training: Training, rule: DynamicScale = LOSS_SCALE):
+    def __init__(self, training: Training, rule: DynamicScale | None = None):
         """Begin with the scale of the options; without fp16 the scale is always 1.
 
-        --loss-scale fixes the scale. Without it the scale is dynamic: `update` adapts it by `rule`.
+        loss_scale fixes the scale. Without it the scale is dynamic: `update` adapts it by `rule`,
+        which is LOSS_SCALE unless another one is given.
         stuck: the overflows in a row at a scale that cannot fall; with too many, `update` ends the
         run.
         """
         self.training = training
-        self.rule = rule
+        self.rule = rule = rule or LOSS_SCALE
         fp16 = training.precision == "fp16"
         self.dynamic = fp16 and not training.loss_scale
         self.value = 1.0

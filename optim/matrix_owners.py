@@ -82,7 +82,7 @@ class MatrixOwners:
         """Find the matrices and give each an owner, the same on all ranks.
 
         group: the ranks that hold parts or copies. tensor_ranks: how many of them cut a tensor; 1
-        for experts, whose matrices are whole. heads: the value of --muon-qkv. cost: the work of an
+        for experts, whose matrices are whole. heads: the value of muon_qkv. cost: the work of an
         update by rows and columns; the owners' sums of it are about equal.
         """
         self.sections = sections

@@ -7,9 +7,9 @@
 Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024,
 kellerjordan.github.io/posts/muon); at scale arXiv 2502.16982. torch.optim.Muon has the same
 momentum, coefficients and scales, but it computes O in bf16 on the matrices that a rank happens to
-hold. Here O is computed in the type of the masters, unless --muon-dtype is bf16, and on the whole
+hold. Here O is computed in the type of the masters, unless muon_dtype is bf16, and on the whole
 matrices that have a meaning: q, k and v apart, gate and up apart, each expert by itself, and kv_a
-and kv_b of latent attention as they are (--muon-qkv; parallel.Matrices). So the update does not
+and kv_b of latent attention as they are (muon_qkv; parallel.Matrices). So the update does not
 depend on the layout. Momentum and weights are kept in flat sections, as AdamW's are;
 optim/matrix_owners.py brings the matrices together.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 from config.schema import Training
 from distributed.mesh import Mesh
 from optim.matrix_owners import MatrixOwners, Placed, Section
+from optim.precision import DTYPES
 
 # The polynomial a x + b x^3 + c x^5, applied STEPS times, takes singular values from 0.01 to 1 near
 # 1: between 0.68 and 1.14. Keller Jordan's coefficients; they grow small values fast and do not
@@ -60,7 +61,7 @@ def operations(rows: int, columns: int) -> float:
 
 
 def scale(rule: str, rows: int, columns: int) -> float:
-    """Return the factor of a whole matrix's orthogonal update. rule: the value of --muon-scale.
+    """Return the factor of a whole matrix's orthogonal update. rule: the value of muon_scale.
 
     original: sqrt(max(1, rows / columns)), Keller Jordan's. match_rms_adamw: 0.2 sqrt(max(rows,
     columns)), with which an update is about as large as AdamW's (arXiv 2502.16982, section 2.2), so
@@ -116,7 +117,7 @@ class Muon:
         self.momenta = [torch.zeros_like(master) for master in masters]
         # State tensors by their names in a checkpoint, which has zeros for AdamW's other one.
         self.states = {"exp_avg": self.momenta}
-        self.dtype = torch.bfloat16 if training.muon_dtype == "bf16" else masters[0].dtype
+        self.dtype = DTYPES["bf16"] if training.muon_dtype == "bf16" else masters[0].dtype
         parts = {
             "projection": "each projection a matrix",
             "split": "q, k, v apart, of latent attention too",

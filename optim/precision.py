@@ -45,7 +45,7 @@ def decide(config: Config, context: Context | None) -> tuple[Config, str]:
     rank, name = first
     return config.with_precision("fp16"), (
         f"note: precision: fp16 (--precision auto), since the GPU of rank {rank}, {name}, has no "
-        f"bf16 arithmetic; the loss is scaled (--loss-scale)"
+        f"bf16 arithmetic; the loss is scaled (loss_scale)"
     )
 
 

@@ -18,6 +18,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,8 +36,10 @@ with errors.installed():
     from base.paths import check_folder
     from checkpointing.resumed import inherited_options
     from config.command_line import parse_request
+    from config.corpus_record import SETTINGS, CorpusRecord, form_of
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
+    from corpora.tokenizer_files import NAME, read_settings, read_text, write_settings
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -141,7 +144,35 @@ def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
                 sequences = range(*part.documents[document : document + 2].tolist())
                 writer.add_document(*(part.get(sequence) for sequence in sequences))
     write_checksums(out)
-    return f"{out}: {writer.documents:,} documents, {writer.tokens:,} tokens"
+    lines = [f"{out}: {writer.documents:,} documents, {writer.tokens:,} tokens"]
+    lines += _copy_settings([part.prefix for part, _ in parts], out, writer.largest_id)
+    return "\n".join(lines)
+
+
+def _copy_settings(prefixes: list[str], out: str, largest: int) -> list[str]:
+    """Write the tokenizer and the settings that these corpora share beside a new pair.
+
+    largest: the largest id of the pair. Return lines on what they do not share.
+    """
+    settings = [read_settings(f"{prefix}.{NAME}") for prefix in prefixes]
+    tokenizers = [read_text(f"{prefix}.{NAME}") for prefix in prefixes]
+    paths = [Path(f"{out}{suffix}") for suffix in (f".{NAME}", SETTINGS)]
+    for path in paths:  # an older pair of this name had them
+        path.unlink(missing_ok=True)
+    first, text = settings[0], tokenizers[0]
+    if all(each.documents == CorpusRecord() for each in settings) and text is None:
+        return []
+    if any(other != text for other in tokenizers):
+        return [f"{', '.join(prefixes)} have different tokenizers: none is written beside {out}"]
+    ends = {(each.documents.begin, each.documents.end) for each in settings}
+    if len(ends) > 1:
+        both = f"documents of {', '.join(prefixes)} begin or end with different tokens"
+        return [f"{both}: neither these nor a tokenizer are written beside {out}"]
+    if text is not None:
+        paths[0].write_text(text, encoding="utf-8")
+    record = replace(first.documents, largest_id=largest, special_tokens=form_of(prefixes))
+    write_settings(str(paths[1]), replace(first, documents=record))
+    return []
 
 
 def main(arguments: list[str]) -> None:

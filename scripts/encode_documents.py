@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from base.errors import UserError
+from config.corpus_record import TEXT
+from corpora.special_tokens import NameCounts
 from corpora.token_files import checksums_of, token_type_of, write_index
 from scripts import documents
 from scripts.documents import TextPiece
@@ -38,6 +40,7 @@ class Source(NamedTuple):
 
     name: str
     end_token: str | None
+    special_tokens: str = TEXT
 
 
 @dataclass
@@ -46,6 +49,18 @@ class Chunk:
 
     pieces: list[TextPiece] = field(default_factory=list)
     size: int = 0  # bytes
+
+
+class Encoded(NamedTuple):
+    """The tokens of a chunk, int32, and how many each piece has, with what begins and ends it.
+
+    named: how often each special token is named in a piece, by the piece's number in the chunk, of
+    those that name one.
+    """
+
+    tokens: np.ndarray
+    counts: list[int]
+    named: dict[int, Counter[str]]
 
 
 def chunks(pieces: Iterator[TextPiece]) -> Iterator[Chunk]:
@@ -67,33 +82,37 @@ def chunks(pieces: Iterator[TextPiece]) -> Iterator[Chunk]:
 
 @functools.cache
 def _encoder(source: Source):
-    """What begins and ends a document, and a function that gives the ids of texts, all of it as
-    int32: loaded once.
+    """What begins and ends a document, a function that gives the ids of texts, all of it as int32,
+    and the names of special tokens: loaded once.
     """
     encoder = load_encoder(*source)
     begin, end = as_bytes(encoder.document_begin), as_bytes([encoder.end])
     if splits_at_spaces(encoder):
-        return begin, end, WordCache(encoder).encode
-    return begin, end, lambda texts: [as_bytes(ids) for ids in encoder.encode(texts)]
+        return begin, end, WordCache(encoder).encode, encoder.names
+    return begin, end, lambda texts: [as_bytes(ids) for ids in encoder.encode(texts)], encoder.names
 
 
-def encode_chunk(source: Source | None, chunk: Chunk) -> tuple[np.ndarray, list[int]]:
-    """The tokens of a chunk, int32, and how many each piece has, with what begins and ends it."""
+def encode_chunk(source: Source | None, chunk: Chunk) -> Encoded:
+    """The tokens of a chunk. What begins a document is not doubled where its text spells it."""
     content = chunk.pieces[0].content
     if isinstance(content, np.ndarray):
-        return content, [len(content)]
+        return Encoded(content, [len(content)], {})
     if source is None:
         raise UserError("these are texts, and no tokenizer is named")
-    begin, end, encode = _encoder(source)
-    ids = encode([piece.content for piece in chunk.pieces])
-    pairs = zip(ids, chunk.pieces)
-    ended = [begin * piece.begins + own + end * piece.ends for own, piece in pairs]
-    return np.frombuffer(b"".join(ended), np.int32), [len(own) // 4 for own in ended]
+    begin, end, encode, names = _encoder(source)
+    texts = [piece.content for piece in chunk.pieces]
+    ended = []
+    for own, piece in zip(encode(texts), chunk.pieces):
+        own = begin + own if piece.begins and not (begin and own.startswith(begin)) else own
+        ended.append(own + end * piece.ends)
+    named = {number: found for number, text in enumerate(texts) if (found := names.find(text))}
+    counts = [len(own) // 4 for own in ended]
+    return Encoded(np.frombuffer(b"".join(ended), np.int32), counts, named)
 
 
 def encode_all(
     every: Iterator[Chunk], source: Source | None, processes: int
-) -> Iterator[tuple[Chunk, tuple[np.ndarray, list[int]]]]:
+) -> Iterator[tuple[Chunk, Encoded]]:
     """Every chunk with its tokens, in order; one process uses threads of the tokenizer."""
     pool: Executor = ThreadPoolExecutor(THREADS)
     if processes > 1:
@@ -132,34 +151,47 @@ def _end_with_parent() -> None:
 class PartialPair:
     """The pair of a job, written chunk by chunk; it gets its name at the end, all at once.
 
-    tokens, documents, forced: so far, also by a killed run. next: where the next chunk begins.
+    tokens, documents, forced: so far, also by a killed run. named: the names of special tokens in
+    them. largest: the largest id. next: where the next chunk begins.
     """
 
-    def __init__(self, job: PartialJob, vocab_size: int):
+    def __init__(self, job: PartialJob, vocab_size: int, end_token: str | None):
+        """end_token: the one that ends a document; None: its name is not known."""
         self.job = job
+        self._end_token = end_token
         self._saved = time.monotonic()
         self.token_type = token_type_of(vocab_size)
         new = {"next": (0, 0), "tokens": 0, "documents": 0, "open": 0, "forced": 0}
+        new |= {"largest": 0, "named": vars(NameCounts()), "open_named": {}}
         state = job.state.get("encoded", new)
         self.next: tuple[int, int] = tuple(state["next"])
         self.tokens = state["tokens"]
         self.documents = state["documents"]
         self.forced = state["forced"]
+        self.largest: int = state["largest"]
+        self.named = NameCounts(**state["named"] | {"times": Counter(state["named"]["times"])})
         self._open = state["open"]  # tokens so far of a document that goes on
+        self._open_named = Counter[str](state["open_named"])  # names in that document
         self._bin = job.open_at("bin", self.tokens * self.token_type.itemsize)
         self._lengths = job.open_at("lengths", 4 * self.documents)
 
-    def add(self, chunk: Chunk, tokens: np.ndarray, counts: list[int]) -> None:
+    def add(self, chunk: Chunk, encoded: Encoded) -> None:
         """Write a chunk; the state is saved every second or so."""
+        tokens, counts, named = encoded
+        self.largest = max(self.largest, int(tokens.max(initial=0)))
         lengths = []
-        for piece, count in zip(chunk.pieces, counts):
+        for number, (piece, count) in enumerate(zip(chunk.pieces, counts)):
             self._open += count
             self.forced += piece.forced
+            self._open_named.update(named.get(number, {}))
             if self._open > MOST_IN_DOCUMENT:
                 raise UserError(f"a document has more than {MOST_IN_DOCUMENT} tokens: divide it")
             if piece.ends:
                 lengths.append(self._open)
                 self._open = 0
+                if self._open_named:
+                    self.named.add(self._open_named, self._end_token)
+                    self._open_named = Counter()
         self._bin.write(tokens.astype(self.token_type).tobytes())
         self._lengths.write(np.array(lengths, "<i4").tobytes())
         self.tokens += len(tokens)
@@ -171,7 +203,8 @@ class PartialPair:
     def save(self) -> None:
         """Note in the job's state what is written; all of it is on the disk when this returns."""
         state = {"next": self.next, "tokens": self.tokens, "documents": self.documents}
-        state |= {"open": self._open, "forced": self.forced}
+        state |= {"open": self._open, "forced": self.forced, "largest": self.largest}
+        state |= {"named": vars(self.named), "open_named": self._open_named}
         self.job.save(self._bin, self._lengths, encoded=state)
         self._saved = time.monotonic()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from base.errors import UserError
+from config.corpus_record import TEXT
 from corpora.encoder import END, Encoder
 from corpora.tokenizer_files import NAME, Settings, load_tokenizer, read_settings
 
@@ -22,10 +23,13 @@ CHECKED = 256  # characters on both sides of a cut that are encoded whole and in
 PLACES_TRIED = 100
 
 
-def load_encoder(name: str, end_token: str | None) -> Encoder:
-    """The tokenizer that --tokenizer names; UserError if it cannot be read or has no end token."""
+def load_encoder(name: str, end_token: str | None, special_tokens: str = TEXT) -> Encoder:
+    """The tokenizer that --tokenizer names; UserError if it cannot be read or has no end token.
+
+    special_tokens: what names of special tokens in texts become, TEXT or IDS.
+    """
     if name == "bytes":
-        return _bytes(end_token or END)
+        return _bytes(end_token or END, special_tokens)
     path = Path(name)
     settings = settings_of(name)
     if path.is_dir():
@@ -46,7 +50,7 @@ def load_encoder(name: str, end_token: str | None) -> Encoder:
         tokenizer = load_tokenizer(str(path))
     except UserError as error:
         raise UserError(f"--tokenizer {path} is not a tokenizer: {error}") from None
-    encoder = Encoder(tokenizer, settings, f"--tokenizer {path}", end_token)
+    encoder = Encoder(tokenizer, settings, f"--tokenizer {path}", end_token, special_tokens)
     if encoder.end is None:
         raise UserError(f"--tokenizer {path} has no token {END!r}; name its --end-token")
     return encoder
@@ -57,7 +61,7 @@ def settings_of(name: str) -> Settings:
     return Settings(name) if name == "bytes" else read_settings(name)
 
 
-def _bytes(end_token: str) -> Encoder:
+def _bytes(end_token: str, special_tokens: str) -> Encoder:
     """A byte-level tokenizer that merges no bytes."""
     # The library writes bytes as characters: printable ones as they are, others from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -68,7 +72,7 @@ def _bytes(end_token: str) -> Encoder:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([end_token])
-    return Encoder(tokenizer, end_token=end_token)
+    return Encoder(tokenizer, end_token=end_token, special_tokens=special_tokens)
 
 
 def find_cut(text: str, at: int, encoder: Encoder | None) -> tuple[int, int] | None:
@@ -85,6 +89,8 @@ def find_cut(text: str, at: int, encoder: Encoder | None) -> tuple[int, int] | N
     places = itertools.islice(BOUNDARY.finditer(text, at, len(text) - CHECKED), PLACES_TRIED)
     for match in places:
         end = match.start()
+        if encoder.names.are_cut(text, end):
+            continue
         before = text[max(0, end - CHECKED) : end]
         after = text[end : end + CHECKED]
         for left_out in range(1 + (text[end] == " ")):

@@ -214,7 +214,8 @@ def load(
         if getattr(given, name, None):
             raise UserError(f"--{name.replace('_', '-')} is not for trine.load: it loads a model")
     opened = sample.open_checkpoint(run, given.ema)
-    config = sample.make_config(given, opened.model, context.size if context else 1)
+    taken = sample.taken_from(opened, given)
+    config = sample.make_config(given, opened.model, context.size if context else 1, taken)
     _check_device(config, context)
     text = opened.text(getattr(given, "tokenizer", None))
     state = sample.load_model(config, opened.folder, given.ema, context)
@@ -246,7 +247,7 @@ def generate(
     state = model.state
     length = state.length
     trainer.set_length(state, len(ids) + count)  # of the tables for positions
-    decoder = Decoder(state.pipeline, state.factory, state.config.model)
+    decoder = Decoder(state.pipeline, state.factory, state.config)
     how = SamplingParams(temperature, top_p, seed)
     new = decoder.generate(ids, count, how, model.checkpoint.ends(model.text))
     trainer.set_length(state, length)

@@ -51,6 +51,8 @@ if [ "$2" = - ]; then
 fi
 "$python" "$root/checkpoint.py" export --to hf ${tokenizer[@]+"${tokenizer[@]}"} "$1" "$folder/hf"
 # Whether texts begin with a token, as the documents of the corpus do; and a check of the texts.
-begins="$("$python" "$root/scripts/eval_texts.py" "$settings" ${texts[@]+"${texts[@]}"})"
+# Names of special tokens are text where they are text in the corpus.
+begins="$("$python" "$root/scripts/eval_texts.py" "$settings" ${texts[@]+"${texts[@]}"} \
+    --exported "$folder/hf")"
 "$python" -m lm_eval run --model hf --model_args "pretrained=$folder/hf,add_bos_token=$begins" \
     --tasks "$tasks" "${@:4}"

@@ -1,10 +1,11 @@
 """Turn conversations into a corpus for `train.py --data PREFIX --answers-only`.
 
     python scripts/prepare_chats.py --out data/chats --tokenizer FOLDER chats.jsonl more.jsonl.gz
-    python train.py --data data/chats --answers-only --reset-attention --eod-token ID ...
+    python train.py --data data/chats --answers-only --reset-attention ...
 
 A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}, and
-may have "tools", "documents" and "chat_template_kwargs" for the template. The tokenizer's chat
+may have "tools", "documents" and "chat_template_kwargs" for the template. A message may have a
+"weight": with 0 its answer is not trained. The tokenizer's chat
 template makes the text of it that transformers' apply_chat_template makes, and the end token ends
 it; a conversation is a document. OUT.bin and OUT.idx hold the tokens; the pair OUT.targets.bin and
 .idx, of the same lengths, holds 1 for each token of an answer, else 0. Answers are what the
@@ -17,10 +18,13 @@ A template that came with a model is a program: it runs in a process with limits
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,8 +39,9 @@ with errors.installed():
     import numpy as np
 
     from base.cli import Parser
-    from base.errors import UserError
-    from corpora.chat_environment import MARKS_ANSWERS
+    from base.errors import UserError, printable
+    from config.corpus_record import IDS
+    from corpora.chat_environment import MARKS_ANSWERS, REASONING
     from corpora.chat_templates import ChatTemplate
     from corpora.encoder import END, Encoder
     from corpora.text_sources import BY_STDIN, BadTexts, damage_named, objects_of, open_file
@@ -45,6 +50,10 @@ with errors.installed():
     from scripts.corpus import check_out, note_replaced, run, write_checksums
     from scripts.encoders import load_encoder
 
+# What is read of a message, beside what its template names.
+KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING}
+KEYS_OF_LINE = {"messages", "tools", "documents", "chat_template_kwargs"}
+MOST_KEYS = 8  # keys in a line
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Tokens that end a document in published tokenizers, where their eos_token ends an answer.
 ENDS = (END, "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "</s>")
@@ -65,6 +74,12 @@ def parse_conversation(found: dict[str, Any], template: str = "") -> Conversatio
     for place, message in enumerate(listed, 1):
         if not isinstance(message, dict) or not _has_content(message):
             raise UserError(f"message {place} has no content of text, and no tool_calls")
+        weight = message.get("weight")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            raise UserError(
+                f'message {place} has the "weight" {json.dumps(weight):.40}: it is 0, not to train '
+                "on an answer, or 1"
+            )
         role = message.get("role")
         named = isinstance(role, str) and (f"'{role}'" in template or f'"{role}"' in template)
         if role not in ROLES and not named:
@@ -88,6 +103,25 @@ def parse_conversation(found: dict[str, Any], template: str = "") -> Conversatio
     return conversation
 
 
+def unread_keys(found: dict[str, Any], template: str) -> set[str]:
+    """The keys of a line and of its messages that nothing reads, as "train" in messages.
+
+    found: the object of a line. template: its text, which may name further keys.
+    """
+    keys = {json.dumps(name) for name in found.keys() - KEYS_OF_LINE}
+    for message in found["messages"]:
+        others = {name for name in message.keys() - KEYS if not _names(template, name)}
+        if message.get("weight") and message["role"] != "assistant":
+            others.add("weight")
+        keys |= {f"{json.dumps(name)} of messages of {message['role']}" for name in others}
+    return keys
+
+
+def _names(template: str, name: str) -> bool:
+    """Whether a template names a key of messages."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
 def _has_content(message: dict[str, Any]) -> bool:
     """Whether a message has a text, parts of one, or calls of tools in its place."""
     content = message.get("content")
@@ -106,6 +140,7 @@ class ChatLines:
     def __init__(self, paths: list[str], folder: str, template: str):
         """Copy and check every line; UserError with FILE:LINE. folder: of the temporary file."""
         self.names: list[str] = []
+        self.unread = Counter[str]()  # lines with keys that nothing reads
         self._starts = [0]
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (see `close`)
         for path in map(Path, paths):
@@ -117,6 +152,7 @@ class ChatLines:
                         conversation = parse_conversation(found, template)
                     except UserError as error:
                         raise UserError(f"{place}: {error}") from None
+                    self.unread.update(unread_keys(found, template))
                     self._file.write(json.dumps(conversation).encode())
                     self._starts.append(self._file.tell())
                     self.names.append(place)
@@ -181,13 +217,23 @@ def end_of_documents(name: str, end_token: str | None, settings: Settings, templ
 def encode(
     encoder: Encoder, template: ChatTemplate, conversation: Conversation
 ) -> tuple[list[int], np.ndarray]:
-    """The tokens of a conversation with its end token, and 1 for each that is of an answer."""
+    """The tokens of a conversation with its end token, and 1 for each that is of an answer.
+
+    An answer of weight 0 is none. UserError if it is not known which answer that is.
+    """
     text, spans = template.answers(
         conversation["messages"],
         tools=conversation["tools"],
         documents=conversation["documents"],
         **conversation["variables"],
     )
+    weights = weights_of(conversation)
+    if 0 in weights and len(spans) != len(weights):
+        raise UserError(
+            f"the chat template marks {len(spans)} answers of {len(weights)} messages of the "
+            'assistant: it is not known which has the "weight" 0'
+        )
+    spans = [span for number, span in enumerate(spans) if weights[number:][:1] != [0]]
     encoding = encoder.conversation(text)
     ids = list(encoding.ids)
     answers = np.zeros(len(ids) + 1, np.int64)
@@ -203,8 +249,14 @@ def encode(
             answers[:-1] |= (begins >= begin) & (begins < stop)
     if ids and ids[-1] == encoder.end:
         return ids, answers[:-1]  # the template has ended it with that token
-    answers[-1] = conversation["messages"][-1]["role"] == "assistant"
+    answers[-1] = conversation["messages"][-1]["role"] == "assistant" and weights[-1] != 0
     return [*ids, encoder.end], answers
+
+
+def weights_of(conversation: Conversation) -> list[int]:
+    """The weight of each message of the assistant, 0 or 1."""
+    answers = [m for m in conversation["messages"] if m["role"] == "assistant"]
+    return [1 if m.get("weight") is None else int(m["weight"]) for m in answers]
 
 
 class Counts:
@@ -213,14 +265,16 @@ class Counts:
     def __init__(self, encoder: Encoder, settings: Settings):
         self.learned = 0  # tokens of answers
         self.cut = 0  # conversations with the end token before their end
+        self.left = 0  # answers of weight 0
         self._end = encoder.end
         bos = encoder.tokenizer.token_to_id(settings.tokens.get("bos_token") or "")
         # What all conversations may begin with, so that prompts begin with it too.
         self.begin = encoder.begin or ([] if bos is None else [bos])
         self._encoder = encoder
 
-    def add(self, tokens: list[int], answers: np.ndarray) -> None:
+    def add(self, tokens: list[int], answers: np.ndarray, conversation: Conversation) -> None:
         """Count a conversation."""
+        self.left += weights_of(conversation).count(0)
         self.learned += int(answers.sum())
         self.cut += self._end in tokens[:-1]
         if tokens[: len(self.begin)] != self.begin:
@@ -239,7 +293,7 @@ def write(options: argparse.Namespace) -> str:
     settings = chat_settings(options.tokenizer)
     plain, for_tools = load_template(options, settings)
     end = end_of_documents(options.tokenizer, options.end_token, settings, plain)
-    encoder = load_encoder(options.tokenizer, end)
+    encoder = load_encoder(options.tokenizer, end, IDS)
     names = (options.out, options.out + ANSWERS)
     counts = Counts(encoder, settings)
     target = os.path.dirname(options.out) or "."
@@ -259,16 +313,17 @@ def write(options: argparse.Namespace) -> str:
                     raise UserError(f"{place}: {error}") from None
                 writer.add_document(tokens)
                 marks.add_document(answers)
-                counts.add(tokens, answers)
+                counts.add(tokens, answers, conversation)
             # An older corpus of this name must not remain beside the new marks.
             for name in names:
                 for suffix in (".idx", ".sha256"):
                     Path(name + suffix).unlink(missing_ok=True)
             encoder.tokenizer.save(options.out + ".tokenizer.json")
             used = {"default": plain} | ({"tool_use": for_tools} if for_tools else {})
-            kept = Settings("", used, settings.tokens)
-            about = options.out + ".tokenizer_config.json"
-            write_settings(about, kept, counts.begin_tokens(), str(encoder.end_token))
+            begin = tuple(counts.begin_tokens())
+            record = replace(encoder.record, begin=begin, largest_id=writer.largest_id)
+            kept = Settings("", used, settings.tokens, record)
+            write_settings(options.out + ".tokenizer_config.json", kept)
     finally:
         lines.close()
         for each in templates:
@@ -276,10 +331,15 @@ def write(options: argparse.Namespace) -> str:
     for name in names:
         write_checksums(name)
     resets = "--reset-attention --reset-positions "
-    note = ""
+    note = f"\n{counts.left:,} answers of weight 0 are not trained" if counts.left else ""
+    if lines.unread:
+        named = [f"{key} (in {count:,})" for key, count in lines.unread.most_common(MOST_KEYS)]
+        more = len(lines.unread) - len(named)
+        named += [f"{more} more"] if more > 0 else []
+        note += printable(f"\nkeys of conversations that nothing reads: {', '.join(named)}")
     if counts.cut:
         resets = ""
-        note = (
+        note += (
             f"\nnote: {encoder.end_token} ends the conversations, and is also within "
             f"{counts.cut:,} of them: with --reset-attention each part of these would be alone; "
             "--end-token names another one"

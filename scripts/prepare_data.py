@@ -9,8 +9,9 @@ formats: corpora/text_sources.py; tokenizers: scripts/encoders.py; --as-text .c 
 document in a file). Documents are shuffled with a fixed seed, so that a split by range is a random
 one. Each begins with the token that the tokenizer puts before a text, if there is one, and ends
 with the end-of-document token. The outputs are OUT.bin and OUT.idx (format:
-corpora/token_files.py), OUT.tokenizer.json, OUT.tokenizer_config.json with the tokens that begin
-and end a document, and OUT.sha256 (scripts/corpus.py).
+corpora/token_files.py), OUT.tokenizer.json, OUT.tokenizer_config.json with what the corpus says of
+its documents (config/corpus_record.py), and OUT.sha256 (scripts/corpus.py). Names of special tokens
+in texts are text, or with --special-tokens ids these tokens.
 
 All texts are first copied into OUT.partial.documents, which needs that much room and is removed at
 the end, and are not held in memory. What is done is in OUT.partial.*: after a kill the same command
@@ -26,6 +27,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
@@ -41,13 +43,16 @@ with errors.installed():
 
     from base.cli import Parser
     from base.errors import UserError, printable
+    from config.corpus_record import IDS, TEXT, CorpusRecord
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
         BY_STDIN,
+        HIDDEN,
         LINES,
         SHOWN,
         TOKENS,
         check_lines,
+        check_order_of_rows,
         kind_of,
         not_known,
         open_file,
@@ -72,7 +77,7 @@ LIMITS = {
     "shuffle_seed": (0, 2**32 - 1),
 }
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-RULE = 3  # version of what this program does: it does not go on from what another one has left
+RULE = 4  # version of what this program does: it does not go on from what another one has left
 
 
 def find_files(
@@ -100,6 +105,7 @@ def find_files(
             if kind is None:
                 raise not_known(path)
             open_file(path, BY_STDIN if kind in LINES else "").close()
+            check_order_of_rows(path)
             if kind == ".json":
                 check_lines(path)
             found.add(without_links(path, as_text))
@@ -150,6 +156,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", metavar="NAME", help="use this tokenizer: a file, a folder, ...")
     add("--tokenizer-mb", type=float, default=100, metavar="MB", help="MB to train it on (100)")
     add("--end-token", help="end-of-document token (the tokenizer's, or <|endoftext|>)")
+    forms = {"choices": (TEXT, IDS), "default": TEXT}
+    add("--special-tokens", **forms, help="what their names in texts become (text)")
     text = "also read files with this ending, such as .c or .1, each as one document"
     add("--as-text", action="append", default=[], metavar="SUFFIX", help=text)
     add("--json-key", default="text", help="key of the text in .jsonl lines (text)")
@@ -184,8 +192,7 @@ def main(arguments: list[str]) -> None:
     unknown = Counter[str]()
     paths = find_files(options.paths, options.stdlib, unknown, options.as_text, options.json_key)
     if unknown:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unknown.items()))
-        print(printable(f"not read, because their kind is not known: {kinds}"), flush=True)
+        print(printable(_not_read(unknown)), flush=True)
     job = PartialJob(options.out, _facts(options, paths))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -207,6 +214,17 @@ def main(arguments: list[str]) -> None:
         job.close()
     summary, _, advice = job.state["summary"].partition("\n")
     print(f"{summary}; {time.perf_counter() - began:.1f} s\n{advice}")
+
+
+def _not_read(unknown: Counter[str]) -> str:
+    """Return a line on the files of folders that are left out; unknown: see `walk`."""
+    counts = [f"{count} {name}" for name, count in sorted(unknown.items()) if name != HIDDEN]
+    lines = []
+    if counts:
+        lines.append(f"not read, because their kind is not known: {', '.join(counts)}")
+    if unknown[HIDDEN]:
+        lines.append(f"not read, because their names begin with a dot: {unknown[HIDDEN]} files")
+    return "\n".join(lines)
 
 
 def _facts(options: argparse.Namespace, paths: list[Path]) -> dict:
@@ -231,23 +249,28 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
     vocab_size = check_tokens(paths, options)
     source = None
     encoder = None
+    settings = Settings("")
     if options.tokenizer:
-        source = Source(options.tokenizer, options.end_token)
+        source = Source(options.tokenizer, options.end_token, options.special_tokens)
         encoder = load_encoder(*source)
         vocab_size = encoder.vocab_size
         encoder.tokenizer.save(job.partial("tokenizer.json"))
-        _note_documents(job, settings_of(options.tokenizer), encoder)
+        settings = settings_of(options.tokenizer)
+        theirs = settings.documents.special_tokens
+        if theirs not in (None, options.special_tokens):
+            differ = f"{options.special_tokens}, but the corpus of this tokenizer has {theirs}"
+            print(printable(f"note: --special-tokens {differ}"), file=sys.stderr, flush=True)
     copy_documents(job, paths, options, vocab_size)
     documents = Documents(job, options.shuffle_seed)
     try:
         if source is None and not documents.are_tokens:
-            source = Source(job.partial("tokenizer.json"), options.end_token)
+            new = job.partial("tokenizer.json")
+            source = Source(new, options.end_token, options.special_tokens)
             if not job.state.get("trained"):
                 train_tokenizer(documents, options).save(source.name)
                 job.save(trained=True)
             encoder = load_encoder(*source)
             vocab_size = encoder.vocab_size
-            _note_documents(job, Settings(""), encoder)
         pair = encode(job, documents, source, encoder, vocab_size, options.processes)
     finally:
         documents.close()
@@ -256,13 +279,10 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
         lines = [f"{place} {reason}\n" for place, reason in bad.items()]
         path = Path(job.partial("bad.txt"))
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    pair.finish(_summary(options, pair, documents, vocab_size))
-
-
-def _note_documents(job: PartialJob, settings: Settings, encoder: Encoder) -> None:
-    """Write how documents begin and end, by which prompts will begin too."""
-    path = job.partial("tokenizer_config.json")
-    write_settings(path, settings, encoder.begin_tokens(), str(encoder.end_token))
+    record = encoder.record if encoder else CorpusRecord()
+    record = replace(record, largest_id=pair.largest)
+    write_settings(job.partial("tokenizer_config.json"), replace(settings, documents=record))
+    pair.finish(_summary(options, pair, documents, vocab_size, record))
 
 
 def check_tokens(paths: list[Path], options: argparse.Namespace) -> int:
@@ -285,12 +305,12 @@ def encode(
     processes: int,
 ) -> PartialPair:
     """Write every document; UserError if there is none."""
-    pair = PartialPair(job, vocab_size)
+    pair = PartialPair(job, vocab_size, encoder and encoder.end_token)
     try:
         progress = ByteProgress("encoding", documents.bytes, documents.bytes_before(pair.next))
         every = chunks(documents.pieces(encoder, pair.next))
-        for chunk, (tokens, counts) in encode_all(every, source, processes):
-            pair.add(chunk, tokens, counts)
+        for chunk, encoded in encode_all(every, source, processes):
+            pair.add(chunk, encoded)
             progress.advance(chunk.size)
         pair.save()
     finally:
@@ -303,9 +323,13 @@ def encode(
 
 
 def _summary(
-    options: argparse.Namespace, pair: PartialPair, documents: Documents, vocab_size: int
+    options: argparse.Namespace,
+    pair: PartialPair,
+    documents: Documents,
+    vocab_size: int,
+    record: CorpusRecord,
 ) -> str:
-    """Return two lines: what was made, and how to train with it."""
+    """Return lines: what was made, which special tokens texts name, and how to train with it."""
     copied = pair.job.state["copied"]
     made = f"{options.out}: {pair.documents:,} documents, {pair.tokens:,} tokens"
     if documents.text_bytes:
@@ -315,7 +339,12 @@ def _summary(
         made += f", {len(copied['bad'])} bad ({options.out}.bad.txt)"
     if pair.forced:
         made += f"; {pair.forced} cuts of long documents where a token may differ"
-    return f"{made}\ntrain with: --data {shlex.quote(options.out)} --vocab-size {vocab_size}"
+    form = record.special_tokens
+    other = f"; --special-tokens {IDS} makes them tokens" if form == TEXT else ""
+    lines = pair.named.lines(f"of {pair.documents:,} documents", record.end, form, other)
+    lines = [printable(line) for line in lines]
+    train = f"train with: --data {shlex.quote(options.out)} --vocab-size {vocab_size}"
+    return "\n".join([made, *lines, train])
 
 
 if __name__ == "__main__":

@@ -32,13 +32,14 @@ PATTERNS = [_WORDS + numbers + _OTHERS for numbers in (r"\p{N}{1,3}", r"\p{N}")]
 
 def splits_at_spaces(encoder: Encoder) -> bool:
     """Whether texts may be cut before single spaces: a BPE that splits them in a known way."""
-    tokenizer = encoder.tokenizer
+    tokenizer = encoder.text_tokenizer
     if not isinstance(tokenizer.model, models.BPE) or tokenizer.model.dropout:
         return False
-    # Special tokens are not looked for in texts; NFC joins nothing with a space before it.
+    # NFC joins nothing with a space before it. Special tokens are not looked for in texts here; of
+    # others, one with a space in it or that takes the space behind it goes over such a cut.
     added = tokenizer.get_added_tokens_decoder().values()
-    normalizers = {_form(None), _form(NFC())}
-    if _form(tokenizer.normalizer) not in normalizers or not all(token.special for token in added):
+    goes_over = any(not t.special and (t.rstrip or " " in t.content) for t in added)
+    if goes_over or _form(tokenizer.normalizer) not in {_form(None), _form(NFC())}:
         return False
     known = [ByteLevel(add_prefix_space=prefix) for prefix in (False, True)]
     bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)

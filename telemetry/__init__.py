@@ -6,7 +6,6 @@ log_lines       the text of log lines
 start_of_run    the checkpoint of --resume, and what was done before
 parts           the files of a run's earlier starts, and of another run in its folder
 row_file        rows that wait in memory while the disk is full
-pass_times      seconds of the passes, for --schedule auto
 run_time        an estimate of the time of a run on CPUs, before its first step
 step_stats      every rank's seconds and memory at the end of a step
 stragglers      ranks that compute longer than the others of their stage

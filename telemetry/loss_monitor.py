@@ -24,7 +24,7 @@ communication. Steps are compared with earlier steps that have updated the weigh
 with --resume auto, also with those in metrics.jsonl of earlier starts. A row of spikes.jsonl, which
 a resumed run continues, then has further fields:
 
-    "action"         record, skip, rollback, or end: a spike after --spike-limit others
+    "action"         record, skip, rollback, or end: a spike after spike_limit others
     "passed_over"    with skip and rollback: the samples [A, B) that later starts skip
     "layer_norms"    the norm of the gradient before clipping by layer: embedding, blocks.0, ...
     "sketch"         of the batch's tokens: how many differ, entropy of their frequencies, hash
@@ -152,7 +152,7 @@ class LossMonitor(Observer):
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss was not finite in each of the last --max-nan-steps steps."""
+        """Whether the loss was not finite in each of the last max_nan_steps steps."""
         return len(self.bad) >= self.config.run.max_nan_steps
 
     @property
@@ -360,7 +360,7 @@ class SpikeMonitor(LossMonitor):
             text += ": --resume auto goes back to the newest checkpoint and skips the "
             raise NodeError(f"{text}batches since then", [], "spike")
         if action == "end":
-            raise UserError(f"{text}, and --spike-limit is {self.config.run.spike_limit}")
+            raise UserError(f"{text}, and spike_limit is {self.config.run.spike_limit}")
 
     def _facts(self, step: Judged) -> dict[str, Any]:
         """Return the gradient norms of a step by layer, and on rank 0 a sketch of its tokens.

@@ -40,12 +40,12 @@ class StragglerCheck(Observer):
             self.note(line)
 
     def add(self, everyone: list[StepStats]) -> list[str]:
-        """Count a step; every --check-speed-every steps, return a line for each slow rank.
+        """Count a step; after check_speed_every steps, return a line for each slow rank.
 
         In other steps the list is empty. If the waits of none of the
         steps were timed, the check is made after the next step whose waits are timed.
         """
-        if not self.every:  # --check-speed-every 0: no check
+        if not self.every:  # check_speed_every 0: no check
             return []
         self.steps += 1
         # A rank's `waiting` is NaN if its waits in this step were not timed.

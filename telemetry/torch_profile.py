@@ -1,7 +1,7 @@
-"""The trace that torch.profiler makes of one step, operators and CUDA kernels: `--torch-profile N`.
+"""The trace that torch.profiler makes of one step, operators and CUDA kernels, by `torch_profile`.
 
-    python train.py ... --torch-profile 20     writes OUT/torch_step_20_rank_R.json
-    chrome://tracing or ui.perfetto.dev        opens it
+    python train.py ... --set torch_profile=20     writes OUT/torch_step_20_rank_R.json
+    chrome://tracing or ui.perfetto.dev            opens it
 
 The first rank of every pipeline stage writes a file. The file of an earlier start is renamed to
 NAME.1 (or .2, ...).
@@ -19,7 +19,7 @@ from zero import StepResult
 
 
 class TorchProfile(Observer):
-    """Writes the profile of step --torch-profile; every rank calls the same methods.
+    """Writes the profile of one step, torch_profile; every rank calls the same methods.
 
     finish_sending: waits for the messages that this rank still sends.
     """

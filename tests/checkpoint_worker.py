@@ -22,8 +22,8 @@ from config import validation
 from config.command_line import build
 from config.learning_rate import learning_rate
 from config.timeline import Timeline
+from costs import auto_schedule
 from distributed.context import Context
-from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 
 BATCH = 4
@@ -93,7 +93,7 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
 def run(config: configuration.Config, before: int, after: int, context=None) -> dict:
     """One job: load if it resumes, train and save if `before`, then the steps that are compared."""
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
-    config, _ = pass_times.decide_schedule(config, context)
+    config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     lines = []
     mesh = state.factory.mesh

@@ -37,7 +37,7 @@ with errors.installed():
 
 SHAPE = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 8 --vocab-size 31 --global-batch-size 8 "
-    "--pad-vocab-multiple 4 --steps 1000000 --log-every 1000000 --device cpu"
+    "--set pad_vocab_multiple=4 --steps 1000000 --log-every 1000000 --device cpu"
 )
 TIMEOUT = 5.0  # --hang-timeout
 LIMIT = 120.0  # seconds; what has not ended by then is killed and reported as left

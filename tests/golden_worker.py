@@ -24,9 +24,9 @@ from config import schema as configuration
 from config.command_line import build
 from config.learning_rate import learning_rate
 from config.timeline import Timeline
+from costs import auto_schedule
 from distributed.context import Context, start
 from distributed.launch import discover
-from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 
 STEPS = 10
@@ -50,7 +50,7 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
     sums. prepare: is called before the first step.
     """
     training, splits = config.training, data.build(config)
-    config, _ = pass_times.decide_schedule(config, context)
+    config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     prepare(state, splits.train)
     losses, norms, z_losses = [], [], []

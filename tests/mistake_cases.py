@@ -101,9 +101,8 @@ LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 LLAMA |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 # config.json of --model: what each has in place of LLAMA's; None takes the key out.
 SHAPES: dict[str, dict[str, Any]] = {
-    "t5": {"model_type": "t5"},
+    "other": {"model_type": "no-such-family"},
     "none": {"model_type": None},
-    "dbrx": {"model_type": "dbrx"},
     "missing": {"num_hidden_layers": None},
     "words": {"hidden_size": "many"},
     "huge": {"vocab_size": 2**70},

@@ -9,20 +9,15 @@ OF_RUNS = {
     "train.py": """
 @/train.py --layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --device cpu --steps 2
 --tp 3 | tp(3) * pp(1) * dp(?) does not divide 1 rank: start
---hidden -64 | --hidden must be at least 1, not -64
---hidden 64.5 | --hidden takes a whole number, not '64.5'
 --hidden 10000000 | a rank of stage 0 needs, in GB, weights 19,200,007.8, gradients 19,200,007.8
 --vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
 --seq-length 1099511627776 | a rank of stage 0 needs, in GB, weights 281,475.0, gradients
 --seq-length 1099511627776 --positions rotary | a rank of stage 0 needs, in GB, weights 0.0
---pad-vocab-multiple 4611686018427387904 | a rank of stage 0 needs, in GB, weights
+--set pad_vocab_multiple=4611686018427387904 | a rank of stage 0 needs, in GB, weights
 --lr inf | --lr must be a finite number, not inf
---zero 4 | --zero is one of 0, 1, 2, 3, not 4
---schedule interleaved --virtual-stages 1 | --virtual-stages must be at least 2, not 1
 --recompute full --recompute-layers 5 | --recompute-layers 5 is more than the model has: layers(4)
---recompute full --recompute-blocks 5 | --recompute-blocks 5 recomputes 5 blocks, but layers is 4
+--recompute full --set recompute_blocks=5 | recompute_blocks 5 recomputes 5 blocks, but layers is 4
 --objective prefix --seq-length 1 | samples need 2 tokens or more, not 1
---seed -1 | --seed must be at least 0, not -1
 --data nowhere | nowhere.idx does not exist; a corpus is named by the PREFIX
 --data only | only.idx does not exist; a corpus is named by the PREFIX
 --data only.bin | only.bin.idx does not exist; a corpus is named by the PREFIX
@@ -70,9 +65,8 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --model shapes/cut/config.json | shapes/cut/config.json is not JSON: Unterminated string starting at
 --model shapes/binary/config.json | shapes/binary/config.json is not JSON
 --model shapes/list/config.json | shapes/list/config.json holds a list, not an object
---model shapes/t5/config.json | shapes/t5/config.json is a 't5'; known are gpt2, bloom, llama
---model shapes/none/config.json | shapes/none/config.json is a None; known are gpt2, bloom, llama
---model shapes/dbrx/config.json | shapes/dbrx/config.json is a 'dbrx'; known are gpt2
+--model shapes/other/config.json | shapes/other/config.json is a 'no-such-family'; known are gpt2,
+--model shapes/none/config.json | shapes/none/config.json is a None; known are gpt2,
 --model shapes/missing/config.json | shapes/missing/config.json has no 'num_hidden_layers'
 --model shapes/words/config.json | shapes/words/config.json: --hidden takes a whole number, not
 --model shapes/huge/config.json | --vocab-size must be below 2^63, not a number of 71 bits

@@ -79,7 +79,7 @@ export dir new | the following arguments are required: --to
 export --to onnx dir new | --to: invalid choice: 'onnx'
 export --to hf nowhere new | nowhere is not a complete checkpoint: there is no such folder
 export --to hf --dtype int8 dir new | --dtype: invalid choice: 'int8'
-export --to hf --family t5 dir new | --family: invalid choice: 't5'
+export --to hf --family no-such dir new | --family: invalid choice: 'no-such'
 import --from hf nowhere new | nowhere/config.json: No such file or directory
 """,
     "prepare_data.py": """

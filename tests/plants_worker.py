@@ -21,9 +21,9 @@ from plants import Sites
 import data
 import trainer
 from config import buffer_sizes, validation
+from costs import auto_schedule
 from distributed.context import Context
 from distributed.store import StoreExchange
-from telemetry import pass_times
 from telemetry.log import VERSION
 from telemetry.numerics_trace import NumericsTrace
 from telemetry.observer import Observer
@@ -32,7 +32,7 @@ from telemetry.observer import Observer
 def train(config, context: Context, prepare) -> dict:
     """Train and trace; return the losses and the final weights in sums."""
     splits = data.build(config)
-    config, _ = pass_times.decide_schedule(config, context)
+    config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     prepare(state, splits)
     observer = Observer()

@@ -22,7 +22,10 @@ CASES: dict[str, tuple[int, str]] = {
     "ZeRO 3": (4, SMALL + "--zero 3 " + NOW_AND_THEN),
     "Llama's features": (4, SMALL + LLAMA + "--tp 2"),
     "ALiBi, full recomputation": (4, SMALL + BLOOM + "--pp 2 --recompute full"),
-    "fp16, overlap": (2, SMALL + "--precision fp16 --overlap-param-gather " + NOW_AND_THEN),
+    "fp16, overlap": (
+        2,
+        SMALL + "--precision fp16 --set overlap_param_gather=true " + NOW_AND_THEN,
+    ),
     "Muon": (2, SMALL + "--optimizer muon " + GPT2_VOCABULARY),
     "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
     "cp 4 over heads and keys, tp 2": (8, SMALL + "--cp 4 --tp 2 --kv-heads 4 --seq-length 4096"),

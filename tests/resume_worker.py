@@ -22,7 +22,7 @@ import kill_worker
 
 SHAPE = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --global-batch-size 8 "
-    "--pad-vocab-multiple 4 --lr 1e-3 --lr-schedule constant --device cpu --save-every 2 "
+    "--set pad_vocab_multiple=4 --lr 1e-3 --lr-schedule constant --device cpu --save-every 2 "
     "--keep-last 2"
 )
 LAYOUTS = [

@@ -21,7 +21,7 @@ from inference.decoding import Decoder, SamplingParams
 def sampled_steps(config: Config, context=None) -> list[dict]:
     """The gradient norms of three steps, and a greedy sample after each."""
     splits, state = data.build(config), trainer.build(config, context)
-    decoder, rows = Decoder(state.pipeline, state.factory, config.model), []
+    decoder, rows = Decoder(state.pipeline, state.factory, config), []
     for iteration in range(1, 4):
         consumed = Timeline(config).batches.consumed(iteration - 1)
         result = trainer.step(state, splits.train, consumed, 1e-3)

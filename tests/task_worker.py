@@ -12,9 +12,9 @@ import trainer
 from config import validation
 from config.schema import Config
 from corpora.tasks import ScoringRequest, TaskSet
+from costs import auto_schedule
 from distributed.context import Context
 from inference.scoring import Scorer
-from telemetry import pass_times
 
 
 def requests_of(config: Config, count: int = 23) -> TaskSet:
@@ -32,7 +32,7 @@ def requests_of(config: Config, count: int = 23) -> TaskSet:
 def run_case(case: dict, context: Context | None) -> dict:
     """The scores of a case's model as it is drawn."""
     config = validation.check(golden_worker.options(case), context.size if context else 1)
-    config, _ = pass_times.decide_schedule(config, context)
+    config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     scorer = Scorer(state.pipeline, state.factory, config, requests_of(config))
     log_likelihoods, misses = scorer.score()

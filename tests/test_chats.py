@@ -163,3 +163,74 @@ def test_an_exported_model_has_the_chat_template_it_was_trained_with(folder):
     with ChatTemplate(TEMPLATE, {"eos_token": "</s>"}) as template:
         assert prompt == template.render(messages, add_generation_prompt=True)
     assert prompt.endswith("<|assistant|>")
+
+
+# ---- Messages that are not trained, and keys that nothing reads ----------------------------------
+
+MARKED = """{%- for m in messages %}<|{{ m.role }}|>
+{%- if m.role == "assistant" %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
+{%- else %}{{ m.content }}{% endif %}{%- endfor %}"""
+
+
+def learned(folder, messages: list[dict], *more, **line) -> list[str]:
+    """The texts that are trained in a conversation, each without what ends it."""
+    (folder / "c.jsonl").write_text(json.dumps({"messages": messages, **line}))
+    prepare(folder, *more)
+    tokenizer = Tokenizer.from_file(str(folder / "out.tokenizer.json"))
+    dataset = IndexedDataset(str(folder / "out"))
+    dataset.open_answers()
+    marked = zip(dataset.get(0).tolist(), dataset.answers.get(0).tolist())
+    text = tokenizer.decode([t for t, mark in marked if mark], skip_special_tokens=False)
+    return [part for part in text.replace(END, "").split("</s>") if part]
+
+
+def talk(*weights) -> list[dict]:
+    """A conversation with an answer a0, a1, ... for each weight; "none": no weight is given."""
+    messages = []
+    for number, weight in enumerate(weights):
+        answer = {"role": "assistant", "content": f"a{number}"}
+        answer |= {} if weight == "none" else {"weight": weight}
+        messages += [{"role": "user", "content": "q"}, answer]
+    return messages
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_answers_of_weight_0_are_not_trained(template, folder, capsys):
+    (folder / "t.jinja").write_text(template)
+    words = ["--chat-template", folder / "t.jinja"]
+    assert learned(folder, talk(0, 1, "none", None, 0.0, 1.0), *words) == ["a1", "a2", "a3", "a5"]
+    assert "2 answers of weight 0 are not trained" in capsys.readouterr().out
+    assert learned(folder, talk(1, 0), *words) == ["a0"]
+    dataset = IndexedDataset(str(folder / "out"))
+    dataset.open_answers()
+    assert dataset.answers.get(0)[-1] == 0, "nor what ends the conversation after it"
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, -1, True, False, "0", [0]])
+def test_another_weight_is_refused(weight, folder):
+    with pytest.raises(UserError, match=r"c\.jsonl:1: message 4 has the .weight. .*: it is 0, not"):
+        learned(folder, talk(1, weight))
+
+
+def test_a_template_that_marks_other_answers_is_refused_with_weights(folder):
+    whole = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    (folder / "t.jinja").write_text(whole)
+    words = ["--chat-template", folder / "t.jinja"]
+    with pytest.raises(UserError, match="marks 1 answers of 2 messages of the assistant"):
+        learned(folder, talk(0, 1), *words)
+    learned(folder, talk(1, 1), *words)
+
+
+def test_keys_that_nothing_reads_are_named(folder, capsys):
+    messages = talk(1, "none")
+    messages[0] |= {"weight": 1, "name": "Ann"}
+    messages[1]["train"] = False
+    messages[3] |= {"loss_mask": 0, "reasoning_content": "r"}
+    learned(folder, messages, id=7, train=True)
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("keys of")]
+    named = line.partition(": ")[2].replace(" (in 1)", "").split(", ")
+    of_answers = ['"loss_mask" of messages of assistant', '"train" of messages of assistant']
+    others = ['"id"', '"train"', '"weight" of messages of user']
+    assert sorted(named) == sorted([*of_answers, *others])
+    learned(folder, talk(1))
+    assert "keys of conversations" not in capsys.readouterr().out

@@ -26,6 +26,7 @@ from layers import attention_masks
 from tools.checker.alone import findings
 from tools.checker.causes import explanations, operations, shared, title
 from tools.checker.compare import Reference, SeenPieces, first_difference
+from tools.checker.corpora import write_corpora
 from tools.checker.drawn import drawn
 from tools.checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
 from tools.checker.recorder import Piece
@@ -38,7 +39,9 @@ MOE = f"{GPT} --experts 64 --experts-per-token 8 --balance sequence"
 
 
 def small(tmp_path: Path, words: str):
-    return shrink(command_line.parse(words.split()), tmp_path)
+    config, lines = shrink(command_line.parse(words.split()), tmp_path)
+    write_corpora(config)
+    return config, lines
 
 
 # ---- The small run -------------------------------------------------------------------------------
@@ -89,7 +92,6 @@ def test_given_options_that_the_small_run_has_not_are_named(tmp_path):
     assert list(unsaid(request.config, config, request.given, lines)) == [
         "steps 10 -> 3, lr 1e-05 -> 0.001",
         "without --save-every",
-        "without --tp: the check picks layouts, or takes those of --layout",
     ]
 
 
@@ -127,7 +129,8 @@ def test_the_layouts_cover_every_pair(tmp_path, words):
 def test_a_saved_state_is_loaded_in_every_way(tmp_path, words, optimizer, most):
     """Else a momentum that tensor ranks do not load would be in no layout."""
     config, _ = small(tmp_path, f"{words} --optimizer {optimizer}")
-    _, going_on = to_resume(config, cover(config, most))
+    saved_by, going_on = to_resume(config, most)
+    assert ranks_of(saved_by) == most
     assert len(going_on) < 6
     assert all(ranks_of(layout) <= most for layout in going_on)
     for axis in AXES:
@@ -438,8 +441,9 @@ def test_right_layouts_are_equal():
     outcome = fork_one("check.py", "--layouts", "10", "--ranks", "2", timeout=600)
     assert outcome.status == 0, outcome.out + outcome.err
     lines = outcome.out.splitlines()
-    assert [line.split()[0] for line in lines].count("equal") == 14
-    assert lines[-1].startswith("equal: 14 layouts compute what one rank does")
+    assert lines[0].startswith("13 layouts of up to 2 ranks, each against one rank in fp64")
+    assert [line.split()[0] for line in lines].count("equal") == 18
+    assert lines[-1].startswith("equal: 18 layouts compute what one rank does")
 
 
 @pytest.mark.slow
@@ -513,7 +517,7 @@ FOUND = {
     # The one of two replicas that owns no tied matrix ended in an exception.
     "no matrix": (ADAFACTOR, "pp 2 dp 2"),
     # The ranks waited for each other for ever.
-    "blocking": (f"{GPT_16} --blocking", "pp 2"),
+    "blocking": (f"{GPT_16} --set blocking=true", "pp 2"),
 }
 
 
@@ -528,7 +532,7 @@ def test_defects_of_random_runs_are_mended(name):
 @pytest.mark.slow
 def test_muon_is_saved_in_fp64_at_once():
     """State that Muon's matrices do not have was written in fp32 among tensors of fp64."""
-    words = f"{GPT_16} --optimizer muon --save-every 1 --no-async-save --layouts 2 --ranks 2"
+    words = f"{GPT_16} --optimizer muon --save-every 1 --set async_save=false --layouts 2 --ranks 2"
     outcome = fork_one("check.py", *words.split(), timeout=600)
     assert outcome.status == 0, outcome.out + outcome.err
 
@@ -536,6 +540,6 @@ def test_muon_is_saved_in_fp64_at_once():
 @pytest.mark.slow
 def test_a_stage_without_blocks_ends_its_run(tmp_path):
     """The end of the run divided by the share of time of a stage that has no blocks."""
-    words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --check-speed-every 1 --out {tmp_path}"
+    words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --set check_speed_every=1 --out {tmp_path}"
     outcome = fork_ranks(3, *words.split())
     assert outcome.status == 0, outcome.err

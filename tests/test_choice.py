@@ -1,6 +1,5 @@
 """The choice of --schedule auto: the fastest named schedule within 1F1B's memory, on every rank."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,10 +8,9 @@ import golden_worker
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import ROOT, fork_ranks
+from ranks import ROOT
 
 from architecture.shape import ModelShape
-from base.errors import UserError
 from config import validation
 from config.schema import Layout, Training
 from config.spelling import preset
@@ -110,19 +108,6 @@ def test_the_log_names_a_faster_schedule_that_holds_too_much(monkeypatch):
     assert held in str(choice)
 
 
-def test_given_costs_replace_planned_ones():
-    """Four ranks, eight micro-batches, next to no head: microseconds that were timed."""
-    shape = ModelShape(8, 256, 8, seq_length=256, vocab_size=256)
-    layout = Layout(pp=4, dp=1, schedule="auto", schedule_costs="1e5,1.2e5,6e4,10,10,10")
-    choice = fastest(job_of(shape, layout, 8, "cpu"))
-    assert choice.idle <= 0.7 * choice.plain.idle
-    block = 0.1 + 0.12 + 0.06
-    assert choice.plain.seconds == pytest.approx((8 + 3) * 2 * block, rel=0.1)
-    for costs, message in (("counted", "replace counted FLOPs"), ("1,2,3", "six numbers above 0")):
-        with pytest.raises(UserError, match=message):
-            validation.explicit_costs(replace(layout, schedule_costs=costs))
-
-
 def test_a_partition_that_is_given_is_kept():
     shape = ModelShape(8, 1024, 8)
     layout, choice = decide_layout(job_of(shape, replace(LAYOUT, partition="1,3,3,1"), 12))
@@ -165,23 +150,6 @@ def test_every_process_finds_the_same():
         assert done.returncode == 0, done.stderr
         seen.add(done.stdout)
     assert len(seen) == 1
-
-
-def test_a_run_measures_once_and_keeps_it_when_resumed(tmp_path):
-    """run.json has the numbers and the schedule; the same command with --resume has them again."""
-    command = (
-        f"train.py --pp 2 --schedule auto --schedule-costs measured --layers 4 --hidden 32 --heads "
-        f"4 --seq-length 16 --vocab-size 64 --device cpu --global-batch-size 4 --out {tmp_path} "
-        "--resume auto"
-    )
-    found = []
-    for steps in ("1", "2"):
-        outcome = fork_ranks(2, *command.split(), "--steps", steps)
-        assert outcome.status == 0, outcome.err
-        assert "--schedule auto, costs " in outcome.out
-        found.append(json.loads((tmp_path / "run.json").read_text())["config"]["layout"])
-    assert found[0] == found[1]
-    assert all(float(each) > 0 for each in found[0]["schedule_costs"].split(","))
 
 
 def test_a_run_without_a_pipeline_has_nothing_to_choose():

@@ -198,7 +198,7 @@ def test_every_layout_with_cp_equals_the_single_rank_run(tmp_path):
 def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
     """From its checkpoint, to the same losses, evaluations and samples."""
     words = "--layers 2 --hidden 32 --heads 4 --kv-heads 1 --seq-length 16 --vocab-size 61 --zero 1"
-    words += " --pad-vocab-multiple 4 --precision fp64 --global-batch-size 4 --positions rotary"
+    words += " --set pad_vocab_multiple=4 --precision fp64 --global-batch-size 4 --positions rotary"
     words += " --steps 4 --eval-samples 4 --eval-every 2 --sample-every 2 --sample-temperature 2"
     words += " --check-replicas-every 2 --lr 1e-2"
     both = ["train.py", *words.split(), "--sample-prompt", "3 4 5", "--out"]

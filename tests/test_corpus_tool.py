@@ -5,8 +5,10 @@ import subprocess
 
 import pytest
 from test_data import write_corpus
+from test_prepare_data import prepare
 
 from base.errors import UserError
+from config.corpus_record import CorpusRecord, read
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from scripts import corpus, prepare_chats, prepare_data
 
@@ -121,3 +123,23 @@ def test_a_tool_does_not_write_over_its_input(link, tmp_path, monkeypatch, capsy
     with pytest.raises(UserError, match=r"--out c\.1 is the input c\.1 itself"):
         corpus.main(["split", "--out", "c", "c.1", "--shares", "1,1"])
     assert (tmp_path / "c.1.bin").read_bytes() == before
+
+
+def test_what_corpora_say_goes_with_their_documents(tmp_path, capsys):
+    """A merged or split corpus has the tokenizer, the end and the largest id of its parts."""
+    (tmp_path / "t.jsonl").write_text('{"text": "abc"}\n{"text": "xyz"}\n{"text": "zz"}\n')
+    for name, end in (("a", "<|endoftext|>"), ("b", "<|endoftext|>"), ("c", "<end>")):
+        words = ["--tokenizer", "bytes", "--end-token", end]
+        prepare(tmp_path / name, *words, tmp_path / "t.jsonl")
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    run(capsys, "merge", "--out", tmp_path / "ab", a, b)
+    assert read(str(tmp_path / "ab")) == read(a)
+    assert read(a).end_id == read(a).largest_id == 256
+    copied = (tmp_path / "ab.tokenizer.json").read_bytes()
+    assert copied == (tmp_path / "a.tokenizer.json").read_bytes()
+    run(capsys, "split", "--out", tmp_path / "part", "--shares", "1,1", tmp_path / "ab")
+    assert read(str(tmp_path / "part.0")) == read(str(tmp_path / "part.1")) == read(a)
+    printed = run(capsys, "merge", "--out", tmp_path / "ab", a, c)
+    assert "have different tokenizers: none is written" in printed
+    assert read(str(tmp_path / "ab")) == CorpusRecord()
+    assert not (tmp_path / "ab.tokenizer.json").exists(), "that of the corpus before"

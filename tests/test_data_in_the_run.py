@@ -37,9 +37,8 @@ def options(folder: Path, **changed) -> dict:
 
 
 def configure(words: str):
-    shape = (
-        "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --pad-vocab-multiple 4 "
-    )
+    shape = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 "
+    shape += "--set pad_vocab_multiple=4 "
     return validation.check(parse((shape + "--device cpu --no-watchdog " + words).split()), ranks=1)
 
 

@@ -140,7 +140,7 @@ def test_no_sequence_of_ends_makes_a_loop(ends, spare):
         started.append(clock)
         assert sum(clock - at < HOUR for at in started) <= 4
     ended = [row.evidence for _, row in earlier if row.decision.action == RESTART]
-    # The run itself counts its returns after spikes, up to --spike-limit.
+    # The run itself counts its returns after spikes, up to spike_limit.
     plain = [e for e in ended if not e.silent and e.kind not in (*REFUSED, SPIKE)]
     assert all(plain.count(e) < SAME_STEP for e in plain)
 

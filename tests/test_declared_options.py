@@ -25,9 +25,11 @@ from test_golden import (
 )
 
 from base.errors import UserError
+from base.options import as_typed
 from config import command_line
 from config.examples import examples, needed
 from config.schema import GROUPS, all_options
+from config.spelling import NAMES
 from config.validation import is_met
 from model import ACTIVATIONS, activation_of
 from schedules.orders import ORDERS
@@ -141,6 +143,46 @@ def test_an_option_is_refused_without_what_its_declaration_needs(name):
         parsed(without | {name: values[0]})
     config = parsed(needed(field) | {name: values[0]})
     assert is_met(config, needs)
+
+
+CHOOSY = [name for name, field in all_options().items() if field.metadata["choices"]]
+
+
+@pytest.mark.parametrize("name", CHOOSY)
+def test_a_value_that_is_no_choice_is_refused(name):
+    """By the list of choices, whose order is its own."""
+    none = 99 if all_options()[name].type is int else "no-such-choice"
+    with pytest.raises(UserError, match=f"^{as_typed(all_options()[name])} is one of .*{none}"):
+        parsed({name: none})
+
+
+# By type: a text that is none of its values, and what the sentence asks for.
+NO_VALUE = {int: ("2.5", "a whole number"), float: ("many", "a number")}
+NUMBERS = [
+    name
+    for name, field in all_options().items()
+    if field.type in NO_VALUE and not field.metadata["choices"] and not field.metadata["nargs"]
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_text_that_is_no_number_is_refused(name):
+    text, wanted = NO_VALUE[all_options()[name].type]
+    with pytest.raises(UserError, match=f"^{as_typed(all_options()[name])} takes {wanted}, not "):
+        parsed({name: text})
+
+
+KEYS = [name for name, field in all_options().items() if field.metadata["file_only"]]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_flag_of_a_key_says_where_to_give_it(name):
+    """Unless Megatron-LM has the flag, which means the key then."""
+    flag = f"--{name.replace('_', '-')}"
+    if flag.removeprefix("--") in NAMES["keys"]:
+        pytest.skip(f"{flag} is Megatron-LM's")
+    with pytest.raises(UserError, match=rf"^{flag} is a key of \[\w+\] .* or give --set {name}="):
+        command_line.parse([*BASE.split(), flag])
 
 
 LIMITED = [

@@ -88,7 +88,7 @@ def test_a_corpus_from_before_the_note_goes_on_as_it_was(tmp_path):
     )
     assert documents(tmp_path / "again") == documents(tmp_path / "new")
     settings = read_settings(tmp_path / "new.tokenizer.json")
-    assert (settings.begin, settings.end) == ((BOS,), EOS)
+    assert (settings.documents.begin, settings.documents.end) == ((BOS,), EOS)
     transformers = pytest.importorskip("transformers")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "hf" / name).write_bytes((tmp_path / f"new.{name}").read_bytes())

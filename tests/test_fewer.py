@@ -53,7 +53,7 @@ def test_the_options_but_for_the_layout_stay(tmp_path):
 
 def test_what_the_planner_does_not_choose_stays_as_given(monkeypatch):
     monkeypatch.setattr(Fewer, "_rehearse", lambda self, found: (True, "not asked"))
-    words = f"{SHAPE} {TRAINED} --schedule gpipe --pp 3 --pad-vocab-multiple 64"
+    words = f"{SHAPE} {TRAINED} --schedule gpipe --pp 3 --set pad_vocab_multiple=64"
     found = asked(words)
     layout = parse(found.words(found.best(2).flags)).layout
     assert (layout.schedule, layout.pad_vocab_multiple) == ("gpipe", 64)

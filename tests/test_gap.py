@@ -28,7 +28,7 @@ from zero import StepResult
 WAITS = list(step_times.WAITS)
 COSTS = partition_costs.part_costs
 SHAPE = (
-    "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --pad-vocab-multiple 4 "
+    "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --set pad_vocab_multiple=4 "
     "--global-batch-size 4 --micro-batch-size 1 --steps 9 --device cpu --data synthetic"
 )
 

@@ -99,7 +99,7 @@ def test_no_file_outside_of_a_checkpoint_is_opened(outcome):
 
 
 OPTIONS = (
-    "--layers 2 --hidden 16 --heads 4 --seq-length 16 --vocab-size 61 --pad-vocab-multiple 4 "
+    "--layers 2 --hidden 16 --heads 4 --seq-length 16 --vocab-size 61 --set pad_vocab_multiple=4 "
     "--global-batch-size 4 --steps 8 --lr 1e-3 --device cpu --tp 2"
 )
 

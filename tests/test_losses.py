@@ -27,7 +27,7 @@ from telemetry.loss_monitor import LossMonitor
 from zero import StepResult
 
 TINY = (
-    "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --pad-vocab-multiple 4 "
+    "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --set pad_vocab_multiple=4 "
     "--global-batch-size 4 --lr 1e-2 --lr-schedule constant --device cpu "
 )
 
@@ -177,7 +177,7 @@ def test_a_loss_that_is_not_finite_is_a_spike(monitor):
 @pytest.mark.slow
 def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
     """dp 2, NaN on rank 1 at step 3, then at steps 6 to 8: the run continues, then ends."""
-    words = TINY + f"--save-every 2 --keep-last 1 --max-nan-steps 3 --out {tmp_path} "
+    words = TINY + f"--save-every 2 --keep-last 1 --set max_nan_steps=3 --out {tmp_path} "
     words += "--micro-batch-size 2 --steps 12 "
     outcome = fork_ranks(2, "tests/corrupted_worker.py", "nan", "1", "3,6,7,8", *words.split())
     assert outcome.status == 2, outcome.err

@@ -508,4 +508,4 @@ def test_options_of_muon_need_muon():
 
     words = ["--data", "synthetic", "--model", "bloom-176b", "--steps", "1"]
     with pytest.raises(UserError, match="needs --optimizer muon"):
-        parse([*words, "--muon-qkv", "head"])
+        parse([*words, "--set", "muon_qkv=head"])

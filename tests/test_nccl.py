@@ -76,7 +76,7 @@ def check_layout(machine: LayoutRuns, ranks: int, cases: list[dict], number: int
 
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --global-batch-size 4 "
-SHAPE += "--pad-vocab-multiple 4 --lr 1e-2 --lr-schedule constant --precision fp64 --steps 4 "
+SHAPE += "--set pad_vocab_multiple=4 --lr 1e-2 --lr-schedule constant --precision fp64 --steps 4 "
 SHAPE += "--micro-batch-size 2"
 
 
@@ -87,7 +87,7 @@ def test_save_resume_under_another_layout_check_and_profile(machine):
     """
     first, second = machine.folder / "first", machine.folder / "second"
     both = f"{SHAPE} --device {machine.device} --backend {machine.backend} --preflight "
-    both += "--hang-timeout 20 --check-replicas-every 2 --torch-profile 4"
+    both += "--hang-timeout 20 --check-replicas-every 2 --set torch_profile=4"
     words = f"{both} --tp 2 --sequence-parallel --save-every 2 --out {first}"
     outcome = machine.start(2, "train.py", *words.split(), timeout=90)
     assert outcome.status == 0, outcome.err[-4000:]

@@ -88,7 +88,7 @@ def test_the_order_of_a_run_with_all_of_them(tmp_path, monkeypatch):
         return observers
 
     monkeypatch.setattr(trainer.Trainer, "_make_observers", remember)
-    options = f"{RUN} --steps 1 --out {tmp_path} --torch-profile 1 --trace-numerics 1"
+    options = f"{RUN} --steps 1 --out {tmp_path} --set torch_profile=1 --trace-numerics 1"
     options += " --check-replicas-every 1 --sample-every 1 --sample-prompt 1"
     trainer.main(validation.check(parse(options.split()), 1), Launch("python"))
     assert made == [

@@ -14,7 +14,7 @@ import checkpoint
 
 OLD = Path(ROOT) / "tests/data/run_189cc1d"
 OPTIONS = (
-    "--layers 2 --hidden 16 --heads 4 --seq-length 16 --vocab-size 61 --pad-vocab-multiple 4 "
+    "--layers 2 --hidden 16 --heads 4 --seq-length 16 --vocab-size 61 --set pad_vocab_multiple=4 "
     "--global-batch-size 4 --steps 6 --save-every 4 --lr 1e-3 --eval-every 3 --eval-samples 4"
 )
 

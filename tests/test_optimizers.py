@@ -15,6 +15,7 @@ import fake_apex
 import golden_worker
 import pytest
 import torch
+import unused_worker
 from fake_context import FakeContext
 from ranks import fork_ranks, results_of
 from test_golden import assert_equal_runs, check_lines, lines_of
@@ -52,6 +53,20 @@ def test_apex_equals_adamw_at_every_stage_of_zero(tmp_path):
     for case, result in zip(cases, results, strict=True):
         adamw = golden_worker.options({"steps": 4})
         assert_equal_runs(case, result, golden_worker.run(validation.check(adamw, 1)))
+
+
+def test_a_parameter_without_a_gradient_holds_up_no_other(tmp_path):
+    """A bucket that waits for it is reduced at the end, and so are those that wait behind it.
+
+    At --zero 2 they wait in every micro-batch.
+    """
+    cases = [{"zero": zero, "steps": 3, "micro_batch_size": 2} for zero in range(4)]
+    results = results_of("tests/unused_worker.py", 2, cases, tmp_path)
+    one = unused_worker.run({"steps": 3, "micro_batch_size": 2})
+    assert "blocks.0.unused" in one["weights"]
+    for case, result in zip(cases, results, strict=True):
+        assert result.pop("buckets") > 4 or case["zero"] == 3
+        assert_equal_runs(case, result, one)
 
 
 @pytest.mark.slow

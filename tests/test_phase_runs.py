@@ -138,7 +138,7 @@ def test_three_branches_are_three_uninterrupted_runs(phases, tmp_path):
         words = ["--branch-from", checkpoint, "--decay-tokens", str(4 * 64)]
         run(out, 1, *words, "--stop-at-samples", str(4 * step + 8))
         found = run(out, 1, *words)  # the same command goes on
-        ends = ["--train-samples", str(4 * step + 16), "--lr-wsd-decay-samples", "16"]
+        ends = ["--train-samples", str(4 * step + 16), "--set", "lr_wsd_decay_samples=16"]
         straight = ["--lr-schedule", "wsd", "--lr-warmup-samples", "8", *ends]
         expected = run(tmp_path / f"straight{step}", 1, *data, *straight)
         later = {key: row for key, row in expected.items() if key[0] > step}

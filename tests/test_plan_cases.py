@@ -31,7 +31,7 @@ ONCE_WRONG = {
     ),
     "ranks that share cores do not wait": (
         "--layers 12 --hidden 1536 --heads 6 --vocab-size 257 --seq-length 128 --positions alibi "
-        "--gpu cpu --gpus 3 --global-batch-size 12 --micro-batch-size 1 --pad-vocab-multiple 64"
+        "--gpu cpu --gpus 3 --global-batch-size 12 --micro-batch-size 1 --set pad_vocab_multiple=64"
     ),
     "a sharding over one rank": (
         "--layers 3 --hidden 512 --heads 16 --vocab-size 50257 --seq-length 32768 --positions "

@@ -20,7 +20,9 @@ from schedules.orders import ORDERS
 from tools.emulator.matching import RunTraces, deadlock, mismatches
 from tools.emulator.recording import LOAD, READ, Event
 
-SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --pad-vocab-multiple 4 "
+SHAPE = (
+    "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --set pad_vocab_multiple=4 "
+)
 SHAPE += "--precision bf16 --global-batch-size 8 "
 
 

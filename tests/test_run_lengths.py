@@ -9,6 +9,7 @@ from base.errors import UserError
 from config import command_line, spelling
 from config.learning_rate import learning_rate
 from config.past import Past, Start
+from config.timeline import Timeline
 from config.validation import check
 
 BASE = "--layers 1 --hidden 16 --heads 2 --seq-length 16 --vocab-size 257 --lr 1e-3"
@@ -40,7 +41,7 @@ SHARES = {
 def test_a_share_counts_the_samples_of_the_run(words):
     total, share, warmup = SHARES[words]
     found = request(f"{words} --lr-warmup-fraction {share}")
-    assert found.config.total_samples == total
+    assert Timeline(found.config).total_samples == total
     assert found.config.training.lr_warmup_samples == warmup
     assert "lr_warmup_samples" in found.given
 
@@ -52,8 +53,16 @@ def test_a_share_counts_phases(tmp_path):
         '[[phase]]\nname = "b"\nfrom_tokens = 3200\nglobal_batch_size = 8\n'
     )
     found = request(f"--phases {path} --lr-warmup-fraction 0.1")
-    assert found.config.total_samples == 200 + 25 * 8
+    assert Timeline(found.config).total_samples == 200 + 25 * 8
     assert found.config.training.lr_warmup_samples == 40
+
+
+def test_a_share_of_a_run_whose_end_is_not_given_is_none_yet(tmp_path):
+    path = tmp_path / "phases.toml"
+    path.write_text('[[phase]]\nname = "a"\nfrom_tokens = 0\n')
+    for words, warmup in (("", 0), (f"--phases {path}", 0), ("--lr-decay-samples 50", 5)):
+        config = request(f"{words} --lr-warmup-fraction 0.1").config
+        assert config.training.lr_warmup_samples == warmup
 
 
 LONG = {
@@ -62,8 +71,8 @@ LONG = {
     "--lr-warmup-samples 20": "the warm-up of 20 samples .* leaves nothing of 20 samples",
     "--lr-schedule constant --lr-warmup-samples 30": "warm-up of 30 samples .* the run's 20",
     "--lr-schedule inverse-square-root --lr-warmup-samples 30": "warm-up of 30 .* the run's 20",
-    "--lr-schedule wsd --lr-warmup-samples 12 --lr-wsd-decay-samples 10": "12 .* decay of 10 .* 20",
-    "--lr-schedule wsd --lr-wsd-decay-samples 30": "decay of 30 .* longer than 20 samples",
+    "--lr-schedule wsd --lr-warmup-samples 12 --set lr_wsd_decay_samples=10": "decay of 10 .* 20",
+    "--lr-schedule wsd --set lr_wsd_decay_samples=30": "decay of 30 .* longer than 20 samples",
     "--lr-decay-samples 40": "the decay ends at 40 samples .* after the run's 20 samples",
     "--lr-decay-style cosine --lr-decay-iters 10": "ends at 40 samples .* after the run's 20",
     "--rampup-batch-size 2 1 50": "the batch of 4 begins at 50 samples, and the run's 10 samples",
@@ -106,7 +115,7 @@ def test_phases_that_the_run_does_not_reach_or_whose_rate_does_not_fit(tmp_path)
         "",
         "--lr-warmup-samples 19",
         "--lr-schedule constant --lr-warmup-samples 20",
-        "--lr-schedule wsd --lr-warmup-samples 10 --lr-wsd-decay-samples 10",
+        "--lr-schedule wsd --lr-warmup-samples 10 --set lr_wsd_decay_samples=10",
         "--lr-decay-samples 20",
         "--rampup-batch-size 2 1 8",
         "--skip-samples 4:8",
@@ -121,7 +130,7 @@ def test_what_fits_has_no_note(words):
 NEVER = {
     "--lr-warmup-samples 20 --lr-decay-samples 10": r"lr-warmup-samples\(20\) is not below lr",
     "--lr-warmup-iters 5 --lr-decay-iters 5": r"lr-warmup-samples\(20\) is not below .*\(20\)",
-    "--lr-schedule wsd --lr-warmup-samples 8 --lr-wsd-decay-samples 8 --lr-decay-samples 12": (
+    "--lr-schedule wsd --lr-warmup-samples 8 --set lr_wsd_decay_samples=8 --lr-decay-samples 12": (
         r"\(8\) \+ lr-wsd-decay-samples\(8\) = 16 is more than lr-decay-samples\(12\)"
     ),
     "--lr-warmup-fraction 10": "is a share of the run from 0 to 1, not 10",
@@ -146,6 +155,6 @@ def test_a_run_that_has_begun_so_goes_on():
 def test_the_rate_of_a_run_with_a_ramp_up_reaches_its_peak_at_the_share():
     words = "--rampup-batch-size 4 4 64 --global-batch-size 16 --steps 20 --lr-warmup-fraction 0.5"
     config = request(words).config
-    rate = learning_rate(config.training, 108, config.total_samples, 1)
+    rate = learning_rate(config.training, 108, Timeline(config).total_samples, 1)
     assert rate == pytest.approx(1e-3, rel=1e-3)
     assert spelling.translate(["--lr-warmup-fraction", "1"]).warmup_fraction == 1

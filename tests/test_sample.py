@@ -243,6 +243,27 @@ def test_a_seed_draws_the_same_text_again_and_the_cache_changes_nothing(runs, ca
         assert [len(tokens[0]) for tokens in seen] == [len(PROMPT)] + [1] * (COUNT - 1)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "window", "latent"])
+def test_a_prompt_of_a_prefix_model_is_a_prefix(name, tmp_path, capsys):
+    """Its tokens see all of it, as in training: what is drawn is what full masks find likeliest."""
+    latent = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    models = MODELS | {"window": LLAMA | {"window": 4}, "latent": LLAMA | latent}
+    rows = {}
+    for objective in ("prefix", "causal"):
+        run = save(tmp_path / objective, models[name] | {"objective": objective})
+        (ids,) = numbers(run_here(words(run), capsys)[0])
+        row = {"context": " ".join(map(str, PROMPT)), "answer": 0}
+        row["continuations"] = [" ".join(map(str, ids[len(PROMPT) :]))]
+        rows[objective] = json.dumps(row)
+    for objective, row in rows.items():
+        for asked in rows:
+            (tmp_path / "t.jsonl").write_text(row)
+            task = ["--eval-tasks", str(tmp_path / "t.jsonl"), "--device", "cpu"]
+            out, notes = run_here([str(tmp_path / asked), *task], capsys)
+            assert out.splitlines()[1].startswith(f"t: accuracy {float(asked == objective):.6f}")
+            assert ("objective prefix" in notes) == (asked == "prefix")
+
+
 def test_a_token_is_drawn_of_the_most_likely_ones():
     random, logits = torch.Generator().manual_seed(0), torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert choose(logits, SamplingParams(), random) == 0

@@ -175,12 +175,12 @@ def test_a_restart_keeps_the_steps_before_and_the_batches_left_out(tmp_path):
 
 @pytest.mark.slow
 def test_the_run_ends_after_so_many_spikes(tmp_path):
-    words = ["--on-spike", "skip", "--spike-limit", "1", "--save-every", "40"]
+    words = ["--on-spike", "skip", "--set", "spike_limit=1", "--save-every", "40"]
     planted = "164:168,180:184"
     outcome = train(tmp_path, *words, planted=planted, ranks=2)
     assert outcome.status == 2
     assert "error: step 46 is spike 2 of this run, see" in outcome.err
-    assert outcome.err.count("--spike-limit is 1\n") == 1
+    assert outcome.err.count("spike_limit is 1\n") == 1
     assert "Traceback" not in outcome.err
     assert [row["action"] for row in rows(tmp_path)] == ["skip", "end"]
     outcome = train(tmp_path, *words, "--resume", "auto", planted=planted, ranks=2)
@@ -267,11 +267,11 @@ def test_a_rollback_is_a_run_without_the_batches_since_the_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_a_rollback_has_a_limit(tmp_path):
-    outcome = supervised(tmp_path, "180:184,220:224", "--spike-limit", "1")
+    outcome = supervised(tmp_path, "180:184,220:224", "--set", "spike_limit=1")
     assert outcome.status == 2, outcome.out
     assert actions(tmp_path) == [("spike", "restart"), ("", "stop")]
     assert "step 56 is spike 2 of this run" in outcome.err
-    assert "--spike-limit is 1" in outcome.err
+    assert "spike_limit is 1" in outcome.err
     assert [row["action"] for row in rows(tmp_path)] == ["rollback", "end"]
 
 

@@ -20,8 +20,8 @@ from zero import StepResult
 
 WORDS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
-    "--pad-vocab-multiple 4 --micro-batch-size 2 --tp 2 --pp 2 --steps 4 "
-    "--torch-profile 2 --check-speed-every 2 --slow-rank-percent 0 --blocking --deterministic"
+    "--set pad_vocab_multiple=4 --micro-batch-size 2 --tp 2 --pp 2 --steps 4 "
+    "--set torch_profile=2 check_speed_every=2 slow_rank_percent=0 blocking=true --deterministic"
 )
 
 

@@ -93,7 +93,7 @@ def test_a_mistake_and_a_diverged_run_are_not_started_again(tmp_path):
     assert outcome.status == 2
     assert outcome.err.count("error: tp(3) * pp(1) * dp(?) does not divide 1 rank: start") == 1
     assert actions(tmp_path / "mistake") == [("", "stop")]
-    command = supervised(tmp_path / "nan", [fault("nan", 0, 3)], [], "--max-nan-steps", "2")
+    command = supervised(tmp_path / "nan", [fault("nan", 0, 3)], [], "--set", "max_nan_steps=2")
     assert start(command, **ONE_THREAD).status == 2
     (row,) = decisions(tmp_path / "nan")
     assert (row["action"], row["evidence"]["finite"]) == ("stop", False)

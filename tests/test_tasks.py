@@ -162,6 +162,9 @@ def test_bits_are_divided_by_the_bytes_of_all_that_is_scored(tmp_path):
         def prompts(self, texts):
             return [list(text.encode()) for text in texts]
 
+        def notes_on(self, texts, what):
+            return []
+
     text = Text(None, 256)
     text.encoder = Bytes()
     found = tasks.encode_tasks([TaskFile("t", str(path), None)], text, 9)

@@ -1,6 +1,7 @@
 """Texts of every kind with every compression: if this failed, documents would be lost."""
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
@@ -249,3 +250,133 @@ def test_the_cache_of_the_hub_is_links_to_blobs(tmp_path):
     for path in (snapshot, snapshot / "train.jsonl"):
         prepare(tmp_path / "c", "--vocab-size", 300, path)
         assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files that are not what a reader takes them for
+# ------------------------------------------------------------------------------------------------
+
+
+def with_window(raw: bytes, log: int) -> bytes:
+    """A frame of zstd with a window of 2^log bytes, as a stream of unknown length has it."""
+    sizes = zstandard.ZstdCompressionParameters(window_log=log, enable_ldm=True)
+    stream = zstandard.ZstdCompressor(compression_params=sizes).compressobj()
+    return stream.compress(raw) + stream.flush()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "set/a.json.zst", "a.csv.zst", "a.txt.zst"])
+def test_a_long_window_is_not_damage(name, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    raw = lines_of_json(DOCUMENTS)
+    path.write_bytes(with_window(raw, 27) + with_window(raw, 28))
+    with pytest.raises(UserError) as mistake:
+        prepare(tmp_path / "c", "--tokenizer", "bytes", path.parent if "set/" in name else path)
+    assert "a window of more than 128 MiB" in str(mistake.value)
+    assert f"zstd -d --long=31 {path.name}" in str(mistake.value)
+    assert "damaged" not in str(mistake.value)
+    assert ("give - for the file" in str(mistake.value)) == ("json" in name)
+    if "jsonl" in name:
+        path.write_bytes(with_window(raw, 27))
+        prepare(tmp_path / "c", "--vocab-size", 300, path)
+        assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
+
+
+def test_a_dictionary_of_zstd_is_not_damage(tmp_path):
+    known = zstandard.train_dictionary(
+        2000, [b"sample %d of many %d" % (i, 7 * i) for i in range(5000)]
+    )
+    packed = zstandard.ZstdCompressor(dict_data=known).compress(lines_of_json(DOCUMENTS))
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    with pytest.raises(
+        UserError, match=r"compressed with a dictionary.*zstd -d -D DICTIONARY a\.j"
+    ):
+        prepare(tmp_path / "c", "--tokenizer", "bytes", tmp_path / "a.jsonl.zst")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.py", "a.c"])
+def test_a_byte_order_mark_is_not_of_the_text(name, tmp_path):
+    raw = codecs.BOM_UTF8 + b"one\n"
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    prepare(tmp_path / "c", "--tokenizer", "bytes", "--as-text", ".c", tmp_path / name)
+    assert read(tmp_path / "c")[0] == ["one\n"]
+
+
+def test_hidden_files_are_left_out_of_a_folder(tmp_path, capsys):
+    """macOS writes ._a.jsonl, which is no text, beside a.jsonl on other systems' disks."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines_of_json(DOCUMENTS))
+    (folder / "._a.jsonl").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X")
+    (folder / ".notes.txt").write_text("a note")
+    prepare(tmp_path / "c", "--vocab-size", 300, folder)
+    assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
+    assert "not read, because their names begin with a dot: 2 files" in capsys.readouterr().out
+    prepare(tmp_path / "c", "--vocab-size", 300, folder / ".notes.txt")
+    assert read(tmp_path / "c")[0] == ["a note"], "it was named"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('1,fine\n2,"open\n3,third\n4,fourth\n', r"a\.csv:3 has a quote that is not closed until"),
+        ('1,a\n2,"open', r"a\.csv:3 has a quote that is not closed"),
+        (
+            '1,"open\n2,second\n3,"x"\n',
+            r"a\.csv:2 begins a row that is not CSV: ',' expected after",
+        ),
+        ('1,"a"b\n', r"a\.csv:2 begins a row that is not CSV.*a quote is written twice"),
+    ],
+)
+def test_a_quote_that_is_not_closed_is_named(rows, message, tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n" + rows)
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path / "c", "--tokenizer", "bytes", "--skip-bad", "9", tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("form", ["list", "fixed_size_list", "struct", "map"])
+def test_a_column_with_columns_in_it_is_not_one_of_texts(form, suffix, tmp_path):
+    pa = pyarrow
+    text = pa.string()
+    types = {"list": pa.list_(text), "fixed_size_list": pa.list_(text, 2)}
+    types |= {"struct": pa.struct({"en": text}), "map": pa.map_(text, text)}
+    value = {"struct": {"en": "a"}, "map": [("a", "b")]}.get(form, ["a", "b"])
+    table = pa.table({"text": pa.array([value], types[form])})
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        write_arrow(path, table)
+    with pytest.raises(UserError, match=rf"column 'text' is a {form}.*, and not of texts"):
+        prepare(tmp_path / "c", "--tokenizer", "bytes", "--skip-bad", "9", path)
+
+
+def write_arrow(path, table) -> None:
+    with (
+        pyarrow.OSFile(str(path), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+
+
+@pytest.mark.parametrize("order", ["_indices_data_files", "_indices_files", "none", "null"])
+def test_a_saved_data_set_with_an_order_of_rows_is_refused(order, tmp_path):
+    """As `datasets` saves select() and shuffle(): the rows in one file, their order in another."""
+    pa = pyarrow
+    folder = tmp_path / "ds"
+    folder.mkdir()
+    write_arrow(folder / "data.arrow", pa.table({"text": DOCUMENTS}))
+    write_arrow(folder / "indices.arrow", pa.table({"indices": pa.array([1], pa.uint64())}))
+    state = {"_data_files": [{"filename": "data.arrow"}], "_split": None, "_fingerprint": "x"}
+    if order != "none":
+        name = "_indices_data_files" if order == "null" else order
+        state[name] = None if order == "null" else [{"filename": "indices.arrow"}]
+    (folder / "state.json").write_text(json.dumps(state))
+    for path in (folder, tmp_path / "ds" / "data.arrow"):
+        if order in ("none", "null"):
+            prepare(tmp_path / "c", "--vocab-size", 300, path)
+            assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
+            continue
+        with pytest.raises(UserError, match=r"order of rows of its own.*flatten"):
+            prepare(tmp_path / "c", "--tokenizer", "bytes", path)

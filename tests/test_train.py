@@ -23,7 +23,7 @@ from distributed import garbage, placement
 
 SMALL = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
-    "--pad-vocab-multiple 4 --micro-batch-size 2 "
+    "--set pad_vocab_multiple=4 --micro-batch-size 2 "
 )
 ROW = {
     "iteration",
@@ -213,7 +213,7 @@ def test_a_corrupted_state_is_not_saved_and_a_restart_begins_before_it(tmp_path)
 @pytest.mark.slow
 def test_a_bit_that_makes_the_loss_nan_is_a_fault_of_hardware_and_not_of_training(tmp_path):
     """A highest exponent bit: all losses are NaN then, and the state of before is not intact."""
-    words = SMALL + "--zero 0 --save-every 4 --max-nan-steps 2 --steps 12 --device cpu "
+    words = SMALL + "--zero 0 --save-every 4 --set max_nan_steps=2 --steps 12 --device cpu "
     words += f"--out {tmp_path}"
     outcome = fork_ranks(2, "tests/corrupted_worker.py", "huge", "1", "6", *words.split())
     assert outcome.status not in (0, 2, 75), "2 would be a mistake, and the supervisor would stop"
@@ -237,7 +237,9 @@ def test_of_three_copies_the_one_that_differs_names_its_rank(tmp_path):
 @pytest.mark.slow
 def test_a_stage_whose_copies_are_equal_does_not_call_the_fault_divergence(tmp_path):
     """The second stage sees NaN and equal copies; the first one sees the difference, and later."""
-    words = SMALL + f"--steps 12 --zero 0 --pp 2 --max-nan-steps 2 --device cpu --out {tmp_path} "
+    words = (
+        SMALL + f"--steps 12 --zero 0 --pp 2 --set max_nan_steps=2 --device cpu --out {tmp_path} "
+    )
     words += "--layers 2 --global-batch-size 8"
     outcome = fork_ranks(4, "tests/late_worker.py", "huge", "1", "6", *words.split())
     assert outcome.status not in (0, 2, 75), outcome.err

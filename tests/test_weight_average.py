@@ -23,7 +23,7 @@ LAYOUTS = {
     "tp2": (2, ["--tp", "2"]),
     "pp2": (2, ["--pp", "2", "--schedule", "zb-h1"]),
     "dp2": (2, ["--zero", "1"]),
-    "dp2-overlap": (2, ["--zero", "2", "--overlap-param-gather"]),
+    "dp2-overlap": (2, ["--zero", "2", "--set", "overlap_param_gather=true"]),
     "dp2-zero3": (2, ["--zero", "3"]),
     "cp2": (2, ["--cp", "2"]),
 }

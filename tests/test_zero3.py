@@ -43,11 +43,11 @@ def test_gradients_are_reduced_once_a_step_and_weights_gathered_once_a_micro_bat
         assert found["loss"] == pytest.approx(default["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("flag", ["--no-sync-each-batch", "--no-reshard-after-forward"])
+@pytest.mark.parametrize("key", ["sync_each_batch", "reshard_after_forward"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_the_choices_are_refused_below_zero_3(flag, zero):
-    words = f"--layers 2 --hidden 16 --heads 2 --steps 1 --zero {zero} {flag}"
-    with pytest.raises(UserError, match=f"{flag} needs --zero 3, not {zero}"):
+def test_the_choices_are_refused_below_zero_3(key, zero):
+    words = f"--layers 2 --hidden 16 --heads 2 --steps 1 --zero {zero} --set {key}=false"
+    with pytest.raises(UserError, match=f"{key} false needs --zero 3, not {zero}"):
         check(parse(words.split()), 2)
 
 

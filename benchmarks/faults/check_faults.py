@@ -1,11 +1,15 @@
-"""Plants eighty faults into copies of the code, and asks check.py, called as a user calls it.
+"""Plants faults into copies of the code, and asks check.py, called as a user calls it.
 
     python benchmarks/faults/check_faults.py --keep RESULTS.jsonl [--minutes 60] [--only WORD]
+        [--rule lion | --optimizer muon]
 
 check_faults.toml has the faults: searches and replacements in one file, the options of a run that
 uses the faulty code, and what check.py must print. A fault is found if check.py ends with status 1.
 Its tensor is named if the line of the first tensor matches, and its operation if the lines of the
 operations between that tensor and the last equal one, or of the likely cause, match.
+
+With --rule the copies have an update rule of check_rules.toml too, with --optimizer every run has
+that one; such results are for the screen, and write no results file.
 
 Results are kept in RESULTS.jsonl, so that the list can be run in parts. Each part writes
 results/check.md.
@@ -31,6 +35,7 @@ from base.errors import UserError, exit_with
 from benchmarks.results_file import add_options, from_options, machine
 
 FAULTS = Path(__file__).with_suffix(".toml")
+RULES = FAULTS.with_name("check_rules.toml")
 RESULTS = ROOT / "benchmarks" / "results" / "check.md"
 NEEDLESS = ("tests/", "benchmarks/", "docs/", "scripts/", ".")  # what a run does not read
 ABOUT = """Sixty faults were written before the program that is measured, from the code that they
@@ -66,6 +71,8 @@ A call by itself, on two cores that did nothing else (14:25): `check.py` alone, 
 layouts in 81 s, the first verdict after 6 s; a model of 64 experts (`--experts 64
 --experts-per-token 8 --balance sequence`), 68 layouts in 122 s, the first verdict after 7 s."""
 STRANGERS = "twenty by somebody who does not know check.py"
+MISSED = "twelve that a review planted and an earlier check.py did not find"
+OF_KINDS = "eleven others of the same kinds: precision, evaluation, resume, decoding, larger groups"
 LIMIT = 900.0  # seconds of a call
 EDIT = ("find", "replace")
 
@@ -94,13 +101,25 @@ def plant(fault: dict[str, Any], folder: Path) -> None:
     path.write_text(text)
 
 
-def asked(runs: dict[str, str], fault: dict[str, Any]) -> list[dict[str, Any]]:
-    """Plant a fault, call check.py and return a row of what it said."""
+def add_rule(rule: str, folder: Path) -> str:
+    """Add an update rule of check_rules.toml to a copy, and return the options of a run with it."""
+    table = tomllib.loads(RULES.read_text())[rule]
+    path = folder / table["file"]
+    path.write_text(path.read_text() + table["text"])
+    return str(table.get("options", ""))
+
+
+def asked(runs: dict[str, str], fault: dict[str, Any], rule: str = "") -> list[dict[str, Any]]:
+    """Plant a fault, call check.py and return a row of what it said.
+
+    rule: of check_rules.toml, which the copy has too; none if empty.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_of_code(folder)
         plant(fault, folder)
-        options = shlex.split(f"{runs.get(fault.get('run', ''), '')} {fault.get('options', '')}")
+        words = f"{runs.get(fault.get('run', ''), '')} {fault.get('options', '')}"
+        options = shlex.split(f"{words} {add_rule(rule, folder) if rule else ''}")
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "check.py", *options],
@@ -115,6 +134,8 @@ def asked(runs: dict[str, str], fault: dict[str, Any]) -> list[dict[str, Any]]:
         word: " ".join(x.strip()[len(word) :].strip() for x in lines if x.startswith(f"  {word}"))
         for word in ("where", "layout", "first", "between", "likely", "refused", "error", "hangs")
     }
+    if not said["first"]:  # what one rank finds by itself has no layout
+        said["first"] = next((x for x in lines if x.startswith("WRONG on one rank")), "")
     before = next((n for n, x in enumerate(lines) if x.split(" ")[0].isupper()), len(lines))
     row = {"name": fault["name"], "status": done.returncode, "seconds": seconds, "before": before}
     row |= {"said": said, "text": done.stdout[-3000:] + done.stderr[-1500:]}
@@ -145,6 +166,8 @@ def report(faults: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         ("all", done),
         ("the first twenty", [fault for fault in done if fault.get("first")]),
         (STRANGERS, [fault for fault in done if fault.get("stranger")]),
+        (MISSED, [fault for fault in done if fault.get("review")]),
+        (OF_KINDS, [fault for fault in done if fault.get("of_kinds")]),
     ):
         results = [judged(fault, row_of[fault["name"]]) for fault in some]
         columns = [str(sum(result[n] for result in results)) for n in range(3)]
@@ -168,12 +191,19 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--only", default="", help="faults whose name has this word")
     parser.add_argument("--at-once", type=int, default=1, help="calls at a time")
+    parser.add_argument("--rule", default="", choices=["", *tomllib.loads(RULES.read_text())])
+    parser.add_argument("--optimizer", default="", help="of every run")
     given = parser.parse_args()
     keep = from_options(given)
     table = tomllib.loads(FAULTS.read_text())
     known = {row["name"] for row in keep.rows()}
     left = [f for f in table["fault"] if f["name"] not in known and given.only in f["name"]]
-    keep.run(partial(asked, table["runs"]), left, given.at_once)
+    if given.optimizer:
+        more = f" --optimizer {given.optimizer}"
+        left = [f | {"options": f.get("options", "") + more} for f in left]
+    keep.run(partial(asked, table["runs"], rule=given.rule), left, given.at_once)
+    if given.rule or given.optimizer:
+        return
     RESULTS.write_text(report(table["fault"], keep.rows()))
     print(f"written: {RESULTS.relative_to(ROOT)}")
 

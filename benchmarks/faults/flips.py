@@ -36,7 +36,8 @@ from benchmarks.results_file import add_options, from_options, machine
 RESULTS = ROOT / "benchmarks" / "results" / "flips.md"
 OPTIONS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
-    "--micro-batch-size 2 --device cpu --steps 60 --save-every 4 --max-nan-steps 3 --resume auto"
+    "--micro-batch-size 2 --device cpu --steps 60 --save-every 4 --resume auto "
+    "--set max_nan_steps=3"
 )
 STEP = 46
 ZERO_0, ZERO_1, TENSOR = "--zero 0", "--zero 1", "--tp 2"

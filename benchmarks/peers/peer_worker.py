@@ -50,7 +50,7 @@ class Shape:
         """The same for train.py."""
         words = (
             f"--layers {self.layers} --hidden {self.hidden} --heads {self.heads} --no-tied "
-            f"--vocab-size {self.vocab} --pad-vocab-multiple 1 --seq-length {self.seq} "
+            f"--vocab-size {self.vocab} --set pad_vocab_multiple=1 --seq-length {self.seq} "
             f"--micro-batch-size {self.micro_batch} --global-batch-size {self.samples(dp)} "
             f"--seed {SEED} --clip-grad {CLIP} --weight-decay {DECAY} --adam-beta1 {BETAS[0]} "
             f"--adam-beta2 {BETAS[1]} --adam-eps {EPS} --steps 1000000 --device cpu"

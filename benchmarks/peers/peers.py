@@ -85,7 +85,7 @@ class Row:
 
 
 ONE_RANK = "one rank"  # a peer: Trine itself on one rank, with the same global batch
-AUTO = "--schedule auto --schedule-costs measured"
+AUTO = "--schedule auto"
 OWN = tuple(f"--schedule {name}" for name in ("1f1b", "interleaved", "zb-h1", "zb-v"))
 ROWS = (
     Row("one", "4 x 256", 1, 1, 1, "", ("plain",)),

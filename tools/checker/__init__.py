@@ -4,10 +4,13 @@ shrink    the user's run at sizes that take the same paths through the code
 thresholds  sizes from which the code takes another path, small too
 corpora   small corpora of random documents, in the place of the user's
 layouts   layouts that cover every pair of axes and options
+variants  the runs of a check: the small run, and in some layouts other types or sizes
+inference texts that are decoded and scored, compared with one rank's and with each other
 ranks     worlds of ranks, forked from this process, that do one run after another
 runs      one run on one rank: its losses, its tensors, and what the recorder has seen
 recorder  every tensor of a step: inputs, outputs and gradients of modules, weights, state
 alone     what one rank can check by itself: what tokens see, gradients against losses
+rounding  how far rounding alone moves each tensor, and the updates that it decides
 compare   the first tensor of a run that is not one rank's
 causes    what such a difference usually is, and the operations before a tensor
 drawn     runs drawn at random, for --random

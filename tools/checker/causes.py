@@ -12,6 +12,7 @@ then their sum was left out.
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ DOES: dict[str, Callable[[Layout], bool]] = {
     "zero3": lambda x: x.zero == 3 and _replicas(x) > 1,
     "several": lambda x: x.tp * _replicas(x) > 1,
     "sharded": lambda x: x.zero > 0 and _replicas(x) > 1,
-    "unsharded": lambda x: x.zero == 0 or _replicas(x) == 1,
 }
 
 
@@ -75,7 +75,7 @@ def operations(reference: Reference, key: Key, layout: Layout) -> str:
         return WORDS["number"].get(name, WORDS["number"]["other"])
     words = WORDS["parameter"]
     if step == 0 or (step == 1 and kind == IN_USE):
-        return words["drawn"]
+        return _for(words["drawn"], layout)
     if kind == AFTER and re.search(r"router\.(bias|load)", name):
         return words["router"]
     if kind in words:
@@ -235,7 +235,6 @@ def _of_factors(reference: Reference, difference: Difference, layout: Layout) ->
     if not np.abs(values - factor * expected).max() <= CLOSE * largest:
         return
     sizes = {axis: getattr(layout, axis) or 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
-    names = [f"{axis} ({size})" for axis, size in sizes.items() if size > 1]
     along = {size: axis for axis, size in reversed(sizes.items()) if size > 1}
     for size, axis in along.items():
         if abs(factor - size) < CLOSE * size:
@@ -252,12 +251,15 @@ def _of_factors(reference: Reference, difference: Difference, layout: Layout) ->
             return
     if abs(factor - 2) < CLOSE:
         yield "twice one rank's: as if a sum were taken twice"
-    else:
-        yield f"{factor:.6g} times one rank's; {', '.join(names) or 'one rank'}"
+    elif difference.key[1] != AFTER:  # of weights an update changes little, whatever is wrong
+        yield f"{factor:.6g} times one rank's"
 
 
 def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
-    """The values are those of the step before, or have them in them."""
+    """The values are those of the step before, or have them in them.
+
+    Weights always have, and an update that decays them otherwise is off by a share of them.
+    """
     step, kind, name = difference.key
     before = reference.tensors.get((step - 1, kind, name))
     now = reference.tensors[difference.key]
@@ -275,7 +277,13 @@ def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> I
     old = np.concatenate([values.ravel() for values in earlier])
     # Clipping has multiplied a gradient that was left in its buffer.
     share = float(off @ old) / float(old @ old) if old.any() else 0.0
-    if abs(share) > CLOSE and old.size >= LEAST_FITTED and _fits(off, share * old, scale):
+    if old.size < LEAST_FITTED or not share:
+        return
+    if kind == AFTER:
+        # The difference itself is the scale: it is small beside the weights.
+        if _fits(off, share * old, float(np.abs(off).max())):
+            yield f"off by {share:.4g} times the weights before the update: as weight decay is"
+    elif abs(share) > CLOSE and _fits(off, share * old, scale):
         times = "" if abs(share - 1) < CLOSE else f", times {share:.4g}, as if clipped"
         yield f"that of the step before is still in it: not cleared{times}"
 
@@ -464,21 +472,57 @@ TRAITS: dict[str, Callable[[Layout], bool]] = {
 }
 
 
+# Traits that say no more than others, if one of those fits too.
+IMPLIED = {
+    "dp x cp above 1": ("dp above 1", "cp above 1"),
+    "tp above 1 without sequence parallelism": ("tp above 1",),
+    "recomputation": ("recompute full", "recompute selective"),
+    "ZeRO 1 or 2": ("ZeRO 1", "ZeRO 2"),
+    "ZeRO 1, 2 or 3": ("ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 1 or 2"),
+}
+FITTING = 3  # traits that are named if the runs do not tell which it is
+
+
+def own_traits(differing: Sequence[Layout], equal: Sequence[Layout]) -> list[str]:
+    """Return the traits that all layouts that differ have, and none that is equal."""
+    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
+    own = [name for name in held if not any(map(TRAITS[name], equal))]
+    specific = [name for name in own if not set(IMPLIED.get(name, ())) & set(own)]
+    return [name for name in specific if name != "more than one rank"] or own
+
+
 def shared(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
     """Return what every layout that differs has, and no other; else what they all have."""
     if not differing:
         return ""
-    held = {name: has for name, has in TRAITS.items() if all(map(has, differing))}
-    for name, has in held.items():
-        if not any(map(has, equal)):
-            return f"every layout with {name} differs, and no other"
-    names = list(held)
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            if not any(held[a](x) and held[b](x) for x in equal):
-                return f"every layout with {a} and {b} differs, and no other"
+    if not equal:
+        return "every layout" if len(differing) > 1 else f"the only layout{_axes(differing[0])}"
+    own = own_traits(differing, equal)
+    text = " or ".join(own[:FITTING])
+    if not own:
+        text = _pair(differing, equal)
+    if text and len(differing) == 1:
+        return f"the only layout with {text} that ran"
+    if text:
+        return f"every layout with {text} differs, and no other"
+    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
     if not held:
         return ""
-    best = min(held, key=lambda name: sum(map(held[name], equal)))
-    others = sum(map(held[best], equal))
+    best = min(held, key=lambda name: sum(map(TRAITS[name], equal)))
+    others = sum(map(TRAITS[best], equal))
     return f"all that differ have {best}; {others} with it are equal"
+
+
+def _axes(layout: Layout) -> str:
+    """Return the axes of the only layout that ran, which say where the difference may be from."""
+    axes = [axis for axis in ("tp", "pp", "cp", "dp", "ep") if (getattr(layout, axis) or 1) > 1]
+    return f" with {' and '.join(axes)} that ran" if axes else " that ran"
+
+
+def _pair(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
+    """Return two traits that all layouts that differ have, and none that is equal; or nothing."""
+    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
+    for a, b in combinations(held, 2):
+        if not any(TRAITS[a](x) and TRAITS[b](x) for x in equal):
+            return f"{a} and {b}"
+    return ""

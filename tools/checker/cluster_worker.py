@@ -87,7 +87,10 @@ def small_run(folder: Path, device: str) -> Config:
     config = command_line.parse(["--model", "gpt2-124m", "--steps", "1"])
     config = dataclasses.replace(config, layout=Layout())
     small, _ = shrink.shrink(config, folder)
-    return dataclasses.replace(small, run=dataclasses.replace(small.run, device=device))
+    run = dataclasses.replace(small.run, device=device)
+    evaluated: Any = {"eval_data": None}  # nodes need not share a folder
+    data = dataclasses.replace(small.data, **evaluated)
+    return dataclasses.replace(small, run=run, data=data)
 
 
 def choose(config: Config, ranks: int) -> list[Layout]:
@@ -147,7 +150,7 @@ def compare(launch: Launch, folder: Path, options: dict[str, Any]) -> None:
         for number, layout in enumerate(chosen, 1):
             job = CheckedRun(dataclasses.replace(config, layout=layout), number=number)
             answers: list[Any] = [None] * context.size
-            dist.all_gather_object(answers, Worker(reference)(context, job))
+            dist.all_gather_object(answers, Worker({"": reference})(context, job))
             if context.rank:
                 continue
             outcome = Outcome(layout, difference_of(reference, one, answers))

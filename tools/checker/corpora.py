@@ -1,6 +1,7 @@
 """Small corpora of random documents in the place of the user's, for the small run.
 
-    data, lines = small_data(config.data, model, seed, folder)
+    data, lines = small_data(config.data, model, folder)
+    write_corpora(small)              the documents of both corpora and evaluations
 
 Random tokens stay random tokens. A corpus becomes a small one whose documents end as the options
 say; weights of a blend, the order of samples, masks and objective stay.
@@ -12,17 +13,19 @@ from typing import Any
 
 from architecture.shape import ModelShape
 from config.run_options import Data, parse_eval_sets
+from config.schema import Config
 
 END = 3  # the token at the end of a document, unless --eod-token names one that the small run has
-SAMPLES = 12  # of an evaluation
+SAMPLES = 12  # of an evaluation on the validation split: replicas and micro-batches divide them
+UNEVEN = 5  # of one on documents of its own: they need not, and do not
 DOCUMENTS = 120
 LONGEST = 40  # tokens of a document
 
 
-def small_data(data: Data, model: ModelShape, seed: int, folder: Path) -> tuple[Data, list[str]]:
+def small_data(data: Data, model: ModelShape, folder: Path) -> tuple[Data, list[str]]:
     """Return the options of the small run's data and lines about what was changed.
 
-    model: the small model. folder: where the corpora are written.
+    model: the small model. folder: that of the corpora, which `write_corpora` writes.
     """
     said = []
     changed: dict[str, Any] = {"eval_samples": SAMPLES, "eval_every": 0, "skip_samples": None}
@@ -36,26 +39,37 @@ def small_data(data: Data, model: ModelShape, seed: int, folder: Path) -> tuple[
         end = END
         changed["eod_token"] = end
     has_corpora = data.data != ("synthetic",)
-    if has_corpora or data.eval_data:
-        changed["cache"] = "none"
+    changed["cache"] = "none"
     if has_corpora:
         from corpora.blends import parse_blend  # imported here: it imports numpy
 
         prefixes, _ = parse_blend(data.data)
         small_prefix = {prefix: str(folder / f"corpus{n}") for n, prefix in enumerate(prefixes)}
         changed["data"] = tuple(small_prefix.get(str(word), word) for word in data.data)
-        for number, path in enumerate(small_prefix.values()):
-            _write(path, model.vocab_size, END if end is None else end, seed + number)
         said.append(f"--data: random documents in the place of {', '.join(map(str, prefixes))}")
     sets = []
-    for number, each in enumerate(parse_eval_sets(data.eval_data or ())):
-        path = str(folder / f"evaluated{number}")
-        _write(path, model.vocab_size, END if end is None else end, seed + 100 + number)
-        sets.append(f"{each.name}={path}:{SAMPLES - 5 * number % SAMPLES}")
-    if sets:
-        changed["eval_data"] = tuple(sets)
+    names = [each.name for each in parse_eval_sets(data.eval_data or ())]
+    for number, name in enumerate(names or ["documents"]):
+        sets.append(f"{name}={folder / f'evaluated{number}'}:{UNEVEN + 2 * number}")
+    changed["eval_data"] = tuple(sets)
+    if names:
         said.append("--eval-data: random documents")
     return dataclasses.replace(data, **changed), said
+
+
+def write_corpora(small: Config) -> None:
+    """Write the corpora of a small run, and those that it evaluates."""
+    from corpora.blends import parse_blend  # imported here: it imports numpy
+
+    data, seed = small.data, small.training.seed
+    end = END if data.eod_token is None else data.eod_token
+    seeds: dict[str, int] = {}
+    if data.data != ("synthetic",):
+        seeds |= {prefix: seed + n for n, prefix in enumerate(parse_blend(data.data)[0])}
+    sets = parse_eval_sets(data.eval_data or ())
+    seeds |= {each.prefix: seed + 100 + n for n, each in enumerate(sets)}
+    for prefix, of_prefix in seeds.items():
+        _write(str(prefix), small.model.vocab_size, end, of_prefix)
 
 
 def _write(prefix: str, vocabulary: int, end: int, seed: int) -> None:

@@ -1,6 +1,6 @@
 """Runs layouts in worlds of ranks, and compares each with one rank.
 
-    with Engine(config) as engine:
+    with Engine(config, others=variants(...)) as engine:
         for outcome in engine.run(layouts.cover(config, ranks=4)):
             print(outcome.layout, outcome.difference)
 
@@ -9,6 +9,7 @@ first, or why the run has no result.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,16 @@ from typing import Any
 
 from base.errors import UserError
 from config.schema import Config, Layout
-from tools.checker.compare import Difference, Reference, first_difference
+from tools.checker.compare import LOADS, Difference, Reference, first_difference, relative
+from tools.checker.corpora import write_corpora
 from tools.checker.layouts import ranks_of
 from tools.checker.ranks import Failure, Worlds
 from tools.checker.runs import CheckedRun, RunAnswer, Worker
+from tools.checker.thresholds import has_wide_types
+from tools.checker.variants import Variant
 
 SECONDS_OF_ONE = 1800.0  # one rank waits for nobody; a busy machine may take long
+INFERRED = 8  # layouts, the simplest, in which texts are also decoded and scored
 LONGER = 10  # ranks share cores that one rank had alone
 
 
@@ -32,7 +37,7 @@ class Outcome:
 
     difference: the first tensor that is not one rank's. failure: why there is no result. seconds:
     since the check began. resumed_from: the layout that saved what this one went on with, after
-    step `resumed_step`.
+    step `resumed_step`. variant: its types or sizes; None: those of the small run.
     """
 
     layout: Layout
@@ -41,6 +46,7 @@ class Outcome:
     seconds: float = 0.0
     resumed_from: Layout | None = None
     resumed_step: int = 0
+    variant: Variant | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -69,14 +75,14 @@ def _others(
     reference: Reference, one: RunAnswer, answers: list[RunAnswer], begin: int
 ) -> Iterator[str]:
     """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
-    first, most = answers[0], reference.tolerance
+    first = answers[0]
     for name, loss in one.evaluated.items():
         other = first.evaluated.get(name, float("nan"))
-        if not abs(other - loss) <= most * abs(loss):
+        if reference.differs((-1, "number", name), relative(other, loss)):
             yield f"{name} loss: {other:.12g} for {loss:.12g}"
     for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
-        if not all(abs(a - b) <= most * abs(a) for a, b in zip(loads, others)):
-            yield f"loads of experts of step {step}: {others} for {loads}"
+        if reference.differs((step, "number", LOADS), max(map(relative, others, loads), default=0)):
+            yield f"{LOADS} of step {step}: {others} for {loads}"
             break
     for sentence in [x for answer in answers for x in answer.unequal][:1]:
         yield f"replicas: {sentence}"
@@ -85,17 +91,26 @@ def _others(
 class Engine:
     """Worlds of ranks and the run of one rank with which others are compared."""
 
-    def __init__(self, config: Config, at_once: int = 2, seconds: float = 90.0):
-        """config: small. at_once: runs at a time.
+    def __init__(
+        self,
+        config: Config,
+        at_once: int = 2,
+        seconds: float = 90.0,
+        others: Sequence[Variant] = (),
+    ):
+        """config: small. at_once: runs at a time. others: what else is to be compared.
 
         seconds: a layout is taken to hang after this time, or LONGER times the time of one rank.
         """
         self.config = config
+        self.others = others
         self.began = time.monotonic()
         self.at_once, self.seconds = at_once, seconds
         self.plain = dataclasses.replace(config.run, watchdog=False, bind_cores=False)
         self.number = 0  # of the jobs so far
         self.one: RunAnswer | None = None  # of one rank
+        self.ones: dict[str, RunAnswer] = {}  # by the sizes of the run
+        self.references: dict[str, Reference] = {}
         self.worlds: Worlds | None = None
 
     def __enter__(self) -> "Engine":
@@ -115,20 +130,46 @@ class Engine:
 
         from optim import fsdp  # noqa: F401
 
+        write_corpora(self.config)
         alone = dataclasses.replace(self.config.layout, dp=1)
         began = time.monotonic()
+        runs = {"": None} | {x.sizes: x for x in self.others if x.sizes}
         with Worlds(Worker(), self.plain, 1, SECONDS_OF_ONE) as worlds:
-            ((_, answers),) = worlds.answers([(1, self._job(alone))])
+            jobs = [(1, self._job(alone, 0, each, each is None)) for each in runs.values()]
+            for number, answers in worlds.answers(jobs):
+                self._keep(list(runs)[number], answers)
         limit = max(self.seconds, LONGER * (time.monotonic() - began))
-        if isinstance(answers, Failure):
-            raise UserError(f"the run on one rank fails: {answers.text}")
-        (self.one,) = answers
-        precision = self.config.training.precision
-        self.reference = Reference(self.one.pieces, self.one.aliases, precision)
-        self.one.pieces = []
-        worker = Worker(self.reference)
+        self.reference, self.one = self.references[""], self.ones[""]
+        if self.reference.rounding.held:
+            # Of the gradients in 16 bits more are rounding, in each layout others.
+            self.others = [each for each in self.others if not has_wide_types(each.config)]
+        worker = Worker(self.references)
         self.worlds = Worlds(worker, self.plain, self.at_once, limit)
         return self.one
+
+    def _keep(self, sizes: str, answers: list[Any] | Failure) -> None:
+        """Keep the run of one rank in these sizes; UserError if it failed."""
+        if isinstance(answers, Failure):
+            of = f", with {sizes}," if sizes else ""
+            raise UserError(f"the run on one rank{of} fails: {answers.text}")
+        (one,) = answers
+        for step, loss in enumerate(one.losses, 1):
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"on one rank the loss of step {step} is {loss}, so that nothing can be "
+                    f"compared: look at options that the small run keeps, such as --adam-eps"
+                )
+        precision = self.config.training.precision
+        self.references[sizes] = Reference(one.pieces, one.aliases, precision, one.rounding)
+        self.ones[sizes] = one
+        one.pieces = []
+
+    def reference_of(self, outcome: Outcome) -> Reference:
+        """Return the tensors of one rank with which an outcome was compared."""
+        variant = outcome.variant
+        if variant is None:
+            return self.reference
+        return self.references[variant.sizes].in_precision(variant.config)
 
     def _begun(self) -> Worlds:
         """Return the worlds, after the run of one rank."""
@@ -137,51 +178,82 @@ class Engine:
         assert self.worlds is not None  # `begin` has made it
         return self.worlds
 
-    def _job(self, layout: Layout, save: int = 0, **run: Any) -> CheckedRun:
-        """Return the job of a layout. run: options of Run."""
+    def _job(
+        self,
+        layout: Layout,
+        save: int = 0,
+        variant: Variant | None = None,
+        infers: bool = False,
+        **run: Any,
+    ) -> CheckedRun:
+        """Return the job of a layout. infers: see CheckedRun. run: options of Run."""
         self.number += 1
-        changed = dataclasses.replace(self.config.run, **run)
-        config = dataclasses.replace(self.config, layout=layout, run=changed)
-        return CheckedRun(config, save, self.number)
+        config = self.config if variant is None else variant.config
+        changed = dataclasses.replace(config.run, **run)
+        config = dataclasses.replace(config, layout=layout, run=changed)
+        sizes = variant.sizes if variant else ""
+        return CheckedRun(config, save, self.number, sizes, infers)
 
     def run(
         self, layouts: Sequence[Layout], may_begin: Callable[[], bool] = lambda: True
     ) -> Iterator[Outcome]:
-        """Yield the outcome of each layout as it ends; the run of one rank comes before.
+        """Yield the outcome of each layout as it ends, and of those of the variants.
 
-        may_begin: whether a further layout may begin; if not, those that run are waited for.
+        The run of one rank comes before. may_begin: whether a further layout may begin; if not,
+        those that run are waited for.
         """
         worlds = self._begun()
-        jobs = [(ranks_of(layout), self._job(layout)) for layout in layouts]
+        pairs: list[tuple[Layout, Variant | None]] = [(layout, None) for layout in layouts]
+        others = [(layout, variant) for variant in self.others for layout in variant.layouts]
+        pairs[INFERRED:INFERRED] = others  # before the layouts that have several options
+        jobs = []
+        for number, (layout, variant) in enumerate(pairs):
+            infers = variant is None and number < INFERRED
+            jobs.append((ranks_of(layout), self._job(layout, 0, variant, infers)))
         for number, answers in worlds.answers(jobs, may_begin):
-            yield self._outcome(layouts[number], answers)
+            layout, variant = pairs[number]
+            yield self._outcome(layout, answers, 0, variant)
 
-    def _outcome(self, layout: Layout, answers: list[Any] | Failure, begin: int = 0) -> Outcome:
+    def _outcome(
+        self,
+        layout: Layout,
+        answers: list[Any] | Failure,
+        begin: int = 0,
+        variant: Variant | None = None,
+    ) -> Outcome:
         """Return what came of a layout; begin: the steps that were done before a resume."""
-        seconds = time.monotonic() - self.began
+        outcome = Outcome(layout, seconds=time.monotonic() - self.began, variant=variant)
         if isinstance(answers, Failure):
-            return Outcome(layout, failure=answers, seconds=seconds)
-        assert self.one is not None  # it ran before
-        difference = difference_of(self.reference, self.one, answers, begin)
-        return Outcome(layout, difference, seconds=seconds)
+            outcome.failure = answers
+            return outcome
+        one = self.ones[variant.sizes if variant else ""]
+        outcome.difference = difference_of(self.reference_of(outcome), one, answers, begin)
+        return outcome
 
     def resume(
-        self, saved_by: Layout, layouts: Sequence[Layout], step: int, folder: Path
+        self,
+        saved_by: Layout,
+        layouts: Sequence[Layout],
+        step: int,
+        folder: Path,
+        variant: Variant | None = None,
     ) -> Iterator[Outcome]:
         """Save after a step in one layout and go on in others; yield the outcome of each.
 
-        folder: for the checkpoint. If the save fails, the only outcome is of that layout.
+        folder: for the checkpoint. variant: types or sizes of the run. If the save fails, the only
+        outcome is of that layout.
         """
         worlds = self._begun()
-        job = self._job(saved_by, save=step, out=str(folder))
+        job = self._job(saved_by, step, variant, out=str(folder))
         ((_, answers),) = worlds.answers([(ranks_of(saved_by), job)])
         if isinstance(answers, Failure):
-            yield self._outcome(saved_by, answers)
+            yield self._outcome(saved_by, answers, 0, variant)
             return
         jobs = []
         for layout in layouts:
-            jobs.append((ranks_of(layout), self._job(layout, out=str(folder), resume="auto")))
+            job = self._job(layout, 0, variant, out=str(folder), resume="auto")
+            jobs.append((ranks_of(layout), job))
         for number, answers in worlds.answers(jobs):
-            outcome = self._outcome(layouts[number], answers, step)
+            outcome = self._outcome(layouts[number], answers, step, variant)
             outcome.resumed_from, outcome.resumed_step = saved_by, step
             yield outcome

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from config.schema import EMA
 from layers.experts import HeldExperts, Router
 
 Key = tuple[int, str, str]  # step, kind, name
@@ -60,6 +61,10 @@ class Recorder:
         self.pieces: list[Piece] = []
         self.is_on = False  # not in an evaluation
         self.step = 0
+        # Kinds of state that an update rule makes: the average of --ema is made after it.
+        self.rule_kinds = tuple(k for k in state.optimizer.state_kinds if k != EMA)
+        # Step, parameter and first element of shards whose update was recorded before the end.
+        self.updates: set[tuple[int, str, int]] = set()
         self.passes: dict[int, int] = {}  # forward passes so far in this step, by stage
         self.micro_batch: int | None = None  # None outside of a stage's forward pass
         # The tensors that this pass has recorded, and what they are called. A module's input that
@@ -91,8 +96,11 @@ class Recorder:
     def numbers(self, **values: float) -> None:
         """Record numbers of the step that every rank has, such as the gradient norm."""
         for name, value in values.items():
-            key = (self.step, "number", name.replace("_", " "))
-            self.pieces.append(Piece(key, (np.zeros(1, np.int64),), np.array([value]), False, True))
+            self.values(name.replace("_", " "), np.zeros(1, np.int64), np.array([value]))
+
+    def values(self, name: str, elements: np.ndarray, values: np.ndarray) -> None:
+        """Record elements of a list of numbers of the step, of which a rank may have a part."""
+        self.pieces.append(Piece((self.step, "number", name), (elements,), values, False, True))
 
     # ---- Where this rank's tokens are ------------------------------------------------------------
 
@@ -174,8 +182,9 @@ class Recorder:
             return
         for p in part.parameters():
             if hasattr(p, "spec") and not hasattr(p, "to_local"):
-                elements = _elements(p.spec, tuple(p.shape))
-                self._add_elements((self.step, IN_USE, p.spec.name), elements, p.detach().flatten())
+                elements = elements_of(p.spec, tuple(p.shape))
+                key = self.step, IN_USE, p.spec.name
+                self.pieces.append(_parameter_piece(key, elements, p.detach().flatten()))
 
     def _input(self, name: str, module: nn.Module, _: nn.Module, inputs: tuple) -> None:
         if self.micro_batch is None or not inputs or not isinstance(inputs[0], Tensor):
@@ -228,8 +237,13 @@ class Recorder:
         grad: Tensor,
     ) -> None:
         before, self.micro_batch = self.micro_batch, micro_batch
-        self._add(kind, name, grad, shape)
+        self._add(kind, name, self._unscaled(grad), shape)
         self.micro_batch = before
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        """Return a gradient without the loss scale of an fp16 run, a power of two."""
+        scale = self.state.optimizer.scale.value
+        return gradient if scale == 1.0 else gradient / scale
 
     def _add(self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
         """Add a tensor (s, b, ...) of the running micro-batch. shape: of its features here.
@@ -266,7 +280,7 @@ class Recorder:
             key = self.step, "gradient of output", self._called(name, ".weights")
 
             def add(grad: Tensor) -> None:
-                self.pieces.append(Piece(key, place, _array(grad), paired=True))
+                self.pieces.append(Piece(key, place, _array(self._unscaled(grad)), paired=True))
 
             weights.register_hook(add)
 
@@ -282,24 +296,45 @@ class Recorder:
         if not self.is_on:
             return
         for shard in self.state.optimizer.owned():
-            key = self.step, kind, shard.spec.name
+            by_rule = kind == AFTER or kind in self.rule_kinds
+            if by_rule and (self.step, shard.spec.name, shard.start) in self.updates:
+                continue
             if kind == GRADIENT:
                 gradients = shard.group.own_gradients()
                 if not gradients:
                     continue
-                flat = gradients[shard.master].view(-1)
+                flat = self._unscaled(gradients[shard.master].double()).view(-1)
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
+                self.pieces.append(self._piece_of(shard, kind, values))
             else:
-                values = shard.read("weights" if kind == AFTER else kind, shard.start, shard.stop)
-            elements = _elements(shard.spec, shard.shape)[shard.start : shard.stop]
-            self._add_elements(key, elements, values)
+                self.pieces.append(self._state_of(shard, kind))
 
-    def _add_elements(self, key: Key, elements: np.ndarray, values: Tensor) -> None:
-        """Add elements of a parameter; those with the index -1 are padding."""
-        numbers = _array(values.double()).reshape(-1)
-        kept = elements >= 0
-        piece = Piece(key, (elements[kept],), numbers[kept], False, True)
-        self.pieces.append(piece)
+    def pieces_of_update(self, shard: Any) -> Iterator[Piece]:
+        """Yield what an update rule has made of a shard: its state and its weights."""
+        for kind in (*self.rule_kinds, AFTER):
+            yield self._state_of(shard, kind)
+
+    def update_of(self, shard: Any) -> None:
+        """Record the update of a shard now, and not at the end of the step."""
+        self.pieces += self.pieces_of_update(shard)
+        self.updates.add((self.step, shard.spec.name, shard.start))
+
+    def _state_of(self, shard: Any, kind: str) -> Piece:
+        """Return a shard's weights or a kind of its state."""
+        values = shard.read("weights" if kind == AFTER else kind, shard.start, shard.stop)
+        return self._piece_of(shard, kind, values)
+
+    def _piece_of(self, shard: Any, kind: str, values: Tensor) -> Piece:
+        """Return values of all elements of a shard, flat, as a piece."""
+        elements = elements_of(shard.spec, shard.shape)[shard.start : shard.stop]
+        return _parameter_piece((self.step, kind, shard.spec.name), elements, values)
+
+
+def _parameter_piece(key: Key, elements: np.ndarray, values: Tensor) -> Piece:
+    """Return elements of a parameter as a piece; those with the index -1 are padding."""
+    numbers = _array(values.double()).reshape(-1)
+    kept = elements >= 0
+    return Piece(key, (elements[kept],), numbers[kept], False, True)
 
 
 def without_call(key: Key) -> Key:
@@ -341,7 +376,7 @@ def _local_shape(module: nn.Module, tp: int) -> tuple[int, ...] | None:
     return tuple(shape)
 
 
-def _elements(spec: Any, shape: tuple[int, ...]) -> np.ndarray:
+def elements_of(spec: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return the flat index in the whole tensor of each element of a local one; -1: padding."""
     local = np.full(shape, -1, np.int64)
     whole = np.arange(int(np.prod(spec.shape)), dtype=np.int64).reshape(spec.shape)

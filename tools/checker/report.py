@@ -4,21 +4,26 @@ line(outcome)                              equal    tp 2 cp 2
 for text in verdict(reference, outcomes, seconds): ...
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 from base.errors import number_ranges, printable
-from tools.checker.causes import explanations, operations, shared, title
-from tools.checker.compare import Reference
+from config.schema import Layout
+from tools.checker.causes import TRAITS, explanations, operations, own_traits, shared, title
+from tools.checker.compare import JUDGED, Reference
 from tools.checker.engine import Outcome
 from tools.checker.layouts import name_of, ranks_of
 
 WIDTH = 8
-MOST = 6  # layouts that a verdict names
+MOST = 6  # ranks or parameters that a verdict names
+RESULTS = ("losses", "gradients", "weights")
 
 
 def line(outcome: Outcome) -> str:
     """Return the line of a layout."""
     name = name_of(outcome.layout)
+    if outcome.variant is not None:
+        name = f"{name} ({outcome.variant.name})"
     if outcome.resumed_from is not None:
         name = f"resumed in {name}"
     word, more = what(outcome)
@@ -39,35 +44,148 @@ def what(outcome: Outcome) -> tuple[str, str]:
 
 
 def verdict(
-    reference: Reference, outcomes: Sequence[Outcome], left: int = 0, seconds: float = 0.0
+    reference: Reference,
+    outcomes: Sequence[Outcome],
+    left: int = 0,
+    seconds: float = 0.0,
+    reference_of: Callable[[Outcome], Reference] | None = None,
 ) -> Iterator[str]:
-    """Yield the lines of the verdict on all layouts; left: layouts for which there was no time."""
+    """Yield the lines of the verdict on all layouts; left: layouts for which there was no time.
+
+    reference: the run of one rank. reference_of: that with which an outcome was compared, if there
+    are several.
+    """
     wrong = [outcome for outcome in outcomes if not outcome.is_equal]
     ending = f", {left} not run" if left else ""
+    ending += f" ({seconds:.0f} s){_moved(reference)}"
     if not wrong:
         number = f"{len(outcomes)} layouts compute" if len(outcomes) > 1 else "1 layout computes"
-        yield f"equal: {number} what one rank does{ending} ({seconds:.0f} s)"
+        yield f"equal: {number} what one rank does, losses and weights too{ending}"
+        yield from _rounding(reference)
         return
-    yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending} ({seconds:.0f} s)"
-    trained = [outcome for outcome in outcomes if outcome.resumed_from is None]
-    differing = [outcome.layout for outcome in trained if not outcome.is_equal]
-    equal = [outcome.layout for outcome in trained if outcome.is_equal]
-    if differing:
-        yield f"  where   {shared(differing, equal) or 'they have nothing in common'}"
-    first = simplest(wrong)
-    if first.failure is not None:
-        yield from _of_failure(first)
-        return
-    yield from _of_difference(reference, first)
+    yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending}"
+    yield f"  result  {_results(wrong)}"
+    equal = [x.layout for x in outcomes if x.is_equal and _is_plain(x)]
+    for place, group in enumerate(separate(wrong, equal)):
+        if place:
+            yield f"another difference, in {_count(len(group), 'layout')}:"
+        differing = [outcome.layout for outcome in group if _is_plain(outcome)]
+        names = dict.fromkeys(x.variant.name for x in group if x.variant is not None)
+        if differing:
+            yield f"  where   {shared(differing, equal) or 'they have nothing in common'}"
+        elif names:
+            yield f"  where   only with {' or '.join(names)}"
+        first = simplest(group)
+        if first.failure is not None:
+            yield from _of_failure(first)
+        else:
+            of_first = reference if reference_of is None else reference_of(first)
+            yield from _of_difference(of_first, first)
+    yield from _rounding(reference)
+
+
+def _is_plain(outcome: Outcome) -> bool:
+    """Return whether a layout ran from its beginning, in the sizes and types of the small run."""
+    return outcome.resumed_from is None and outcome.variant is None
+
+
+def separate(wrong: Sequence[Outcome], equal: Sequence[Layout]) -> Iterator[list[Outcome]]:
+    """Yield the layouts that differ by what has one cause, as far as the runs show it.
+
+    They have the same first tensor, of whatever block, as the simplest of them, or what they and
+    no equal layout have. equal: the layouts that are one rank's.
+    """
+    left = list(wrong)
+    while left:
+        of_first = _of_its_cause(simplest(left), left, equal)
+        yield [outcome for outcome, is_of_first in zip(left, of_first, strict=True) if is_of_first]
+        left = [
+            outcome for outcome, is_of_first in zip(left, of_first, strict=True) if not is_of_first
+        ]
+
+
+def _of_its_cause(first: Outcome, wrong: Sequence[Outcome], equal: Sequence[Layout]) -> list[bool]:
+    """Return for each outcome whether it may have the cause of the first one."""
+    alike = [_signature(outcome) == _signature(first) for outcome in wrong]
+    own = own_traits(
+        [x.layout for x, is_alike in zip(wrong, alike, strict=True) if is_alike], equal
+    )
+    return [
+        is_alike or any(TRAITS[name](outcome.layout) for name in own)
+        for outcome, is_alike in zip(wrong, alike, strict=True)
+    ]
+
+
+def _signature(outcome: Outcome) -> tuple[bool, str]:
+    """Return what layouts with the same fault show: the first tensor, of whatever block."""
+    resumed = outcome.resumed_from is not None
+    if outcome.failure is not None:
+        return resumed, re.sub(r"\d+", "", outcome.failure.text)
+    assert outcome.difference is not None  # the caller has looked
+    return resumed, re.sub(r"\d+", "", title(outcome.difference.key))
+
+
+def _results(wrong: Sequence[Outcome]) -> str:
+    """Return which of losses, gradients and weights are equal, and in how many layouts not."""
+    found = [outcome.difference.results for outcome in wrong if outcome.difference is not None]
+    if not found:
+        return "none: no layout that is not equal came to its end"
+    if not any(found):
+        return "no loss, gradient or weight differs"
+    counts = {name: sum(name in each for each in found) for name in RESULTS}
+    equal = [name for name, count in counts.items() if not count]
+    differ = [f"{name} differ in {_count(n, 'layout')}" for name, n in counts.items() if n]
+    return ", ".join([*differ, *(f"{name} are equal" for name in equal)])
+
+
+def _count(number: int, word: str) -> str:
+    """Return a number of things with their noun."""
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+# ---- What rounding moves -------------------------------------------------------------------------
+
+
+def _moved(reference: Reference) -> str:
+    """Return how many tensors rounding moves farther than a layout may be off, and the first."""
+    keys = reference.moved()
+    if not keys:
+        return ""
+    number = len({key[1:] for key in keys})
+    are = f"{number} tensors are" if number > 1 else "1 tensor is"
+    return f"; {are} rounding ({title(keys[0])} moves as much if the last bits are flipped)"
+
+
+def _rounding(reference: Reference) -> Iterator[str]:
+    """Yield lines on the tensors that cannot be judged because rounding moves them."""
+    keys = reference.moved()
+    held = [key for key in keys if (key[0], key[2]) in reference.rounding.held]
+    hidden = [key for key in keys if key not in held and reference.allowed(key) > JUDGED]
+    if held:
+        names = list(dict.fromkeys(name for _, _, name in held))
+        some = ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" * (len(names) > MOST))
+        most = max(map(reference.allowed, held))
+        size = f" of less than {most:.0e} of its largest element" if most < 1 else ""
+        yield f"  rounding decides the update of {some}"
+        yield f"           a fault in one alone{size} is not seen; the next step has one rank's"
+    if hidden:
+        most = max(reference.rounding.growth[key] for key in hidden)
+        yield (
+            f"  not judged: {_count(len(hidden), 'tensor')} from step {hidden[0][0]}, "
+            f"{title(hidden[0])} on, which rounding moves by up to {most:.0e}"
+        )
 
 
 def simplest(wrong: Sequence[Outcome]) -> Outcome:
     """Return the outcome that says most: of the fewest ranks and options, with a tensor."""
 
-    def size(outcome: Outcome) -> tuple[bool, bool, int, int]:
+    def size(outcome: Outcome) -> tuple[bool, bool, bool, bool, int, int]:
         resumed = outcome.resumed_from is not None
         has_no_tensor = outcome.difference is None or not outcome.difference.parts
-        return has_no_tensor, resumed, ranks_of(outcome.layout), len(name_of(outcome.layout))
+        is_varied = outcome.variant is not None
+        ranks, words = ranks_of(outcome.layout), len(name_of(outcome.layout))
+        is_number = outcome.difference is not None and outcome.difference.key[1] == "number"
+        return has_no_tensor, resumed, is_number, is_varied, ranks, words
 
     return min(wrong, key=size)
 
@@ -77,6 +195,8 @@ def _of_failure(outcome: Outcome) -> Iterator[str]:
     failure = outcome.failure
     assert failure is not None  # the caller has looked
     yield f"  layout  {name_of(outcome.layout)}"
+    if outcome.variant is not None:
+        yield f"  with    {outcome.variant.name}"
     yield f"  {failure.kind:7s} {printable(failure.text)}"
     for rank, where in list(failure.stacks.items())[:MOST]:
         last = [x for x in where.splitlines() if x.strip()][-6:]
@@ -92,6 +212,8 @@ def _of_difference(reference: Reference, outcome: Outcome) -> Iterator[str]:
     yield f"  layout  {name_of(layout)}" + (
         f", resumed from {name_of(outcome.resumed_from)}" if outcome.resumed_from else ""
     )
+    if outcome.variant is not None:
+        yield f"  with    {outcome.variant.name}"
     if not difference.parts:
         yield f"  first   {difference.more[0]}"
         yield f"  between {operations(reference, difference.key, layout)}"
@@ -110,6 +232,8 @@ def _of_difference(reference: Reference, outcome: Outcome) -> Iterator[str]:
     yield f"  between {between}"
     for text in explanations(reference, difference, layout):
         yield f"  likely  {text}"
-    yield f"  {difference.differ} of {difference.compared} tensors differ"
+    which = ", ".join(name for name in RESULTS if name in difference.results)
+    which = f": {which}" if which else "; no loss, gradient or weight"
+    yield f"  {len(difference.differing)} of {difference.compared} tensors differ{which}"
     for text in difference.more[:2]:
         yield f"  also    {text}"

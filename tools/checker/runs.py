@@ -16,15 +16,24 @@ from checkpointing.state import Progress
 from config import validation
 from config.learning_rate import rate_at
 from config.schema import Config
+from costs import auto_schedule
 from distributed.context import Context
-from telemetry import pass_times
 from telemetry.replica_check import differing_replicas
 from telemetry.start_of_run import find_past
+from tools.checker import inference
 from tools.checker.alone import findings
-from tools.checker.compare import Reference, SeenPieces
+from tools.checker.compare import Reference, Rounding, SeenPieces
 from tools.checker.recorder import Piece, Recorder
+from tools.checker.rounding import (
+    DRAWS,
+    growth_of,
+    growth_of_answers,
+    hold_as_measured,
+    hold_what_rounding_moves,
+    last_bits_flipped,
+)
 from tools.checker.shrink import LEAST_BUCKET
-from tools.checker.thresholds import small_thresholds
+from tools.checker.thresholds import small_thresholds, wide_types
 
 EVALUATED_AFTER = 2  # the step with an evaluation after it, beside the last: what it leaves behind
 
@@ -38,6 +47,8 @@ class CheckedRun:
     config: Config
     save: int = 0
     number: int = 0  # of the job: values in the store have it in their names
+    sizes: str = ""  # the name of the run of one rank with which it is compared
+    infers: bool = False  # whether texts are decoded and scored after the steps
 
 
 @dataclass
@@ -46,7 +57,8 @@ class RunAnswer:
 
     losses, norms, loads: of every step. evaluated: the losses of evaluations by name. unequal:
     replicas that differ. seen: how its tensors compare with one rank's. pieces, aliases: of the
-    recorder, if there is nothing to compare with; then also `alone`: what is wrong on one rank.
+    recorder, if there is nothing to compare with; then also `alone`: what is wrong on one rank, and
+    `rounding`: what was measured of it.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -58,21 +70,28 @@ class RunAnswer:
     pieces: list[Piece] = field(default_factory=list)
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
     alone: list[str] = field(default_factory=list)
+    rounding: Rounding = field(default_factory=Rounding)
 
 
 class Worker:
     """Does runs on a rank and compares their tensors with those of one rank."""
 
-    def __init__(self, reference: Reference | None = None, looks_alone: bool = True):
-        """reference: the run of one rank; None: that is the run to do, and its pieces come back.
+    def __init__(self, references: dict[str, Reference] | None = None, looks_alone: bool = True):
+        """references: the runs of one rank, by their sizes; None: that is the run to do, and its
+        pieces come back.
 
-        looks_alone: whether the one rank also checks itself (alone.py), on CPUs.
+        looks_alone: whether the one rank also checks itself (alone.py), on CPUs, and measures its
+        rounding (rounding.py).
         """
-        self.reference, self.looks_alone = reference, looks_alone
+        self.references, self.looks_alone = references, looks_alone
 
-    @small_thresholds()
     def __call__(self, context: Context, job: CheckedRun) -> RunAnswer:
         """Do a run on this rank; collective over the world."""
+        with small_thresholds(), wide_types(job.config):
+            return self._run(context, job)
+
+    def _run(self, context: Context, job: CheckedRun) -> RunAnswer:
+        """Do a run with the sizes and types of a check."""
         if context.size > 1:
             # Values of an earlier run must not be taken for this one's.
             store = dist.PrefixStore(f"job {job.number}", context.store)
@@ -80,22 +99,53 @@ class Worker:
         config = validation.check(job.config, context.size)
         config, chosen, _ = find_past(config, context)
         config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
-        config, _ = pass_times.decide_schedule(config, context)
+        config, _ = auto_schedule.decide_with_note(
+            config, context.device.type if context else "cpu"
+        )
         splits = data.build(config)
         state = trainer.build(config, context, LEAST_BUCKET)
         recorder = Recorder(state)
+        reference = None
+        if self.references is not None:
+            reference = self.references[job.sizes].in_precision(config)
+            hold_as_measured(state, recorder, reference)
         try:
             answer = _train(state, recorder, splits, context, job, chosen)
+            if reference is None and job.infers and self.looks_alone:
+                answer.alone += inference.findings(state)
         finally:
             state.reader.close()
-        if self.reference is None:
-            answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
-            if self.looks_alone and config.training.precision == "fp64":
-                answer.alone = list(findings(config, context))
-        else:
-            tp = config.layout.tp
-            answer.seen = SeenPieces.by(self.reference, recorder.pieces, tp, state.factory.mesh)
+        if reference is not None:
+            tp, mesh = config.layout.tp, state.factory.mesh
+            answer.seen = SeenPieces.by(reference, recorder.pieces, tp, mesh)
+            return answer
+        answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
+        if self.looks_alone and config.training.precision == "fp64":
+            answer.rounding = _rounding(config, context, job, splits, answer)
+            if not job.sizes:
+                answer.alone += findings(config, context)
         return answer
+
+
+def _rounding(
+    config: Config, context: Context, job: CheckedRun, splits: data.Splits, one: RunAnswer
+) -> Rounding:
+    """Run again with other last bits, and return how far this moves the tensors of `one`."""
+    reference = Reference(one.pieces, one.aliases, config.training.precision)
+    found = Rounding()
+    for draw in range(1 if job.sizes else DRAWS):
+        state = trainer.build(config, context, LEAST_BUCKET)
+        try:
+            with last_bits_flipped(state, draw) as flip_weights:
+                recorder = Recorder(state)
+                hold_what_rounding_moves(state, recorder, reference)
+                again = _train(state, recorder, splits, context, job, None, flip_weights)
+        finally:
+            state.reader.close()
+        held = {(step, name) for step, name, _ in recorder.updates}
+        found.add(growth_of(reference, recorder.pieces), held)
+        found.add(growth_of_answers(one, again), set())
+    return found
 
 
 def _train(
@@ -105,6 +155,7 @@ def _train(
     context: Context,
     job: CheckedRun,
     chosen: Any,
+    before_step: Callable[[], None] = lambda: None,
 ) -> RunAnswer:
     """Do the steps of a run. chosen: the checkpoint to go on from, if any."""
     config, mesh = state.config, state.factory.mesh
@@ -123,6 +174,7 @@ def _train(
         batch = state.timeline.batch_at(begin)
         mesh.recorder.begin_step(iteration)
         recorder.begin(iteration)
+        before_step()
         lr = rate_at(state.timeline, begin, done.skipped_samples, batch)
         result = trainer.step(state, splits.train, begin, lr)
         recorder.numbers(loss=result.loss, gradient_norm=result.grad_norm)
@@ -140,6 +192,8 @@ def _train(
             return answer
     answer.unequal = [x.sentence for x in differing_replicas(state.stages, state.optimizer, mesh)]
     answer.evaluated |= dict(_evaluations(state, splits))
+    if job.infers:
+        inference.record(state, recorder)
     return answer
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from architecture.block_attention import flags_of
 from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ModelShape
+from base.options import as_typed
 from config.run_options import Run, Training
 from config.schema import GROUPS, Config, Layout
 from tools.checker.corpora import small_data
@@ -37,25 +38,19 @@ LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope
 def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config, list[str]]:
     """Return the small run and lines that say what was changed.
 
-    folder: for the files of the small run. on_gpus: in bf16 on GPUs, and not in fp64 on CPUs. The
-    run has the layout of one rank.
+    folder: of the files of the small run, which are not written yet. on_gpus: in bf16 on GPUs, and
+    not in fp64 on CPUs. The run has the layout of one rank.
     """
     model = _model(config.model)
     if config.data.eod_token is not None and config.data.data == ("synthetic",):
         fewer = min(model.vocab_size, OFTEN)  # so that documents of random tokens end often
         model = dataclasses.replace(model, vocab_size=fewer)
     training, said = _training(config.training)
-    # A softmax takes no notice of the bias of the columns of keys that RoPE does not rotate: its
-    # gradient is rounding alone, which Adafactor divides by its own size, so that its update
-    # differs in every layout.
-    rotates_all = model.positions == "rotary" and model.rotary_fraction == 1.0
-    rotates_all &= model.rotary_blocks == "all"
-    if training.optimizer == "adafactor" and model.qkv_bias and not rotates_all:
-        model = dataclasses.replace(model, qkv_bias=False)
-        said.append("qkv-bias true -> false: Adafactor's update of the bias of keys is rounding")
     if on_gpus:
         training = dataclasses.replace(training, precision="bf16")
-    data, said_of_data = small_data(config.data, model, training.seed, folder)
+    data, said_of_data = small_data(config.data, model, folder)
+    if config.run.compile:
+        said.append("--compile: in layouts of its own, whose code runs without being compiled")
     device = "cuda" if on_gpus else "cpu"
     out = str(folder / "run")
     run = Run(
@@ -107,24 +102,27 @@ def unsaid(
     changed, without = [], []
     for group, cls in GROUPS.items():
         was, now = getattr(config, group), getattr(small, group)
-        for name in (field.name for field in dataclasses.fields(cls) if field.name in given):
-            flag = name.replace("_", "-")
+        for field in (field for field in dataclasses.fields(cls) if field.name in given):
+            name, typed = field.name, as_typed(field)
+            flag = typed.removeprefix("--")
             is_said = re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
             if is_said or group == "layout" or getattr(was, name) == getattr(now, name):
                 continue
             values = [getattr(each, name) for each in (was, now)]
             if group == "run" or values[1] is None:
-                without.append(f"--{flag}")
+                without.append(typed)
                 continue
-            texts = [" ".join(v) if isinstance(v, tuple) else str(v) for v in values]
+            texts = [_text(value) for value in values]
             changed.append(f"{flag} {texts[0]} -> {texts[1]}")
     if changed:
         yield ", ".join(changed)
     if without:
         yield f"without {', '.join(without)}"
-    if of_layout := [n for n in given if n in {f.name for f in dataclasses.fields(Layout)}]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_layout))
-        yield f"without {flags}: the check picks layouts, or takes those of --layout"
+
+
+def _text(value: Any) -> str:
+    """Return the value of an option as a command line has it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _model(model: ModelShape) -> ModelShape:
@@ -213,12 +211,15 @@ def _mixer(model: ModelShape, layers: int, heads: int) -> dict[str, Any]:
     if model.mixer == "attention":
         return {}
     shared = min(model.mixer_value_heads // model.mixer_key_heads, 2)
+    values = heads * shared
+    if model.mixer == "mamba2" and model.mixer_key_heads < heads:  # tensor ranks share a group
+        heads = 1 if model.mixer_key_heads == 1 else 2
     mixes = flags_of(model.mixer_blocks, model.layers)
     pattern = "all" if all(mixes) else ",".join(str(1 - block % 2) for block in range(layers))
     return {
         "mixer_blocks": pattern,
         "mixer_key_heads": heads,
-        "mixer_value_heads": heads * shared,
+        "mixer_value_heads": values,
         "mixer_key_size": 4 if model.mixer_key_size == model.mixer_value_size else 6,
         "mixer_value_size": 4,
     }
@@ -254,7 +255,7 @@ def _training(training: Training) -> tuple[Training, list[str]]:
         said.append(f"--optimizer {training.optimizer} has no fp64: checked as adamw")
     if training.muon_dtype == "bf16":
         changed["muon_dtype"] = "master"
-        said.append("--muon-dtype bf16 rounds: checked in fp64")
+        said.append("muon_dtype bf16: in layouts with 16 bits, in others as its masters")
     if training.rampup_batch_size:
         changed["rampup_batch_size"] = (BATCH // 2, BATCH // 2, BATCH)
     if training.batch_schedule:
@@ -262,7 +263,6 @@ def _training(training: Training) -> tuple[Training, list[str]]:
     # Rates that are too small would hide an update that is wrong.
     changed["lr"] = max(training.lr, 1e-3) if training.lr else 0.0
     changed["clip_grad"] = min(training.clip_grad, CLIP)
-    changed["adam_eps"] = max(training.adam_eps, 1e-8)
     for name in ("lr_warmup_samples", "lr_wsd_decay_samples"):
         if getattr(training, name):
             changed[name] = min(getattr(training, name), BATCH)

@@ -37,7 +37,7 @@ class Answers(NamedTuple):
 def of(run: Rehearsal, machine: Machine) -> Answers:
     """Return the answers of a rehearsal; machine: the machine whose GPUs the run needs."""
     layout = run.config.layout
-    # With several pipeline stages, --blocking does not make the host wait for operations.
+    # With several pipeline stages, blocking does not make the host wait for operations.
     blocking = run.config.run.blocking and layout.pp == 1
     # `stuck` has the sentences on operations that do not meet; a deadlock is only looked for if all
     # ranks do the same operations.

@@ -16,7 +16,7 @@ of its ranks. `deadlock` simulates the traces by the rules of NCCL and CUDA, wit
                 C++ Programming Guide, Lazy Loading; meta-pytorch/torchcomms pull request 2334)
     connection  the first message from one rank to another in a group blocks both hosts until both
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
-    --blocking  without stages the host waits for every operation where it starts
+    blocking  without stages the host waits for every operation where it starts
 
 Ranks have the same kind (a number) if they do the same with the same kinds of neighbours. One rank
 of each kind is simulated, for all its ranks.
@@ -268,7 +268,7 @@ class _Rank:
 def deadlock(world: RunTraces, blocking: bool = False) -> str | None:
     """Return a sentence on the ranks that wait for one another, and where; None: no deadlock.
 
-    blocking: as with --blocking. The world must have no mismatches.
+    blocking: as with blocking. The world must have no mismatches.
     """
     return _Simulation(world, blocking).run()
 
@@ -320,7 +320,7 @@ class _Simulation:
                 queue.append((rank.at, len(rank.waits)))  # the operation begins after these waits
                 rank.started = True
             if self.blocking and rank.at not in rank.ended:
-                return False  # --blocking: the host waits for the end of the operation
+                return False  # blocking: the host waits for the end of the operation
         rank.at += 1
         rank.started = False
         return True
@@ -385,7 +385,7 @@ class _Simulation:
         if event is not None and event.kind in MESSAGES and not rank.started:
             return event  # the message's two hosts are not connected
         if event is not None and event.kind not in (READ, COPY, LOAD, "wait"):
-            role = event.role  # with --blocking the host waits for its operation
+            role = event.role  # with blocking the host waits for its operation
         elif rank.passed < len(rank.waits):
             awaited = rank.waits[rank.passed]  # the compute stream waits, and the host for it
             role = rank.events[awaited].role

@@ -409,7 +409,7 @@ def _after_steps(
     if config.run.sample_every:
         recorder.enter("sample")
         state.optimizer.finish_gathering()
-        decoder = Decoder(state.pipeline, state.factory, config.model)
+        decoder = Decoder(state.pipeline, state.factory, config)
         # Two tokens take a pass over the prompt, and a pass that uses its cached keys and values.
         decoder.generate([0], 2, SamplingParams())
     # The save does all but writing: the disk has room for any checkpoint, and the writer, which

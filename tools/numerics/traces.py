@@ -137,6 +137,8 @@ def _array(archive: zipfile.ZipFile, name: str, kind: str, axes: int) -> np.ndar
 def _check_about(about: dict[str, Any]) -> None:
     """Raise ValueError if a fact of a trace has another type or size than a run writes."""
     layout = about.get("layout")
+    if isinstance(layout, dict):
+        layout.pop("schedule_costs", None)  # an option of earlier versions, which says no size
     known = {field.name: field for field in fields(Layout)}
     right = {
         "activations": is_texts,

@@ -113,7 +113,7 @@ def timeline(question: Question) -> Answer:
     trace, bubble = simulation.trace(events), simulation.bubble(slots)
     lines = [simulation.draw(simulation.simulate(order))]
     lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
-    lines += [note(layout, choice)] if choice else []
+    lines += [note(choice)] if choice else []
     if path:
         write_file(path, json.dumps(trace))
         lines.append(f"written: {path} (open in ui.perfetto.dev or chrome://tracing)")

@@ -80,9 +80,8 @@ def options_of(path: str) -> dict[str, Any]:
 
     Options that are None or have the value that follows from the model's other sizes are left out.
     If an earlier version searched for the run's schedule, `schedule` is `auto` and the options in
-    DECIDED are left out. Beside any other schedule --schedule-costs is left out, since only `auto`
-    reads it. Raise UserError if `path` has no run.json, or if an option was on that this version
-    does not know.
+    DECIDED are left out. Raise UserError if `path` has no run.json, or if an option was on that
+    this version does not know.
     """
     groups = facts_of(path)["config"]
     found: dict[str, Any] = {}
@@ -90,18 +89,15 @@ def options_of(path: str) -> dict[str, Any]:
         values = groups.get(group, {})
         known = {field.name for field in fields(GROUPS[group])}
         # An option of another version that was off had no effect on the run.
-        # Nor have constants of the loss scale, which were options before.
+        # Nor have constants of the loss scale, which were options before, and the costs by which a
+        # schedule was chosen.
         other = {name for name, value in values.items() if value} - known
-        unknown = sorted(other.difference(DynamicScale._fields))
+        unknown = sorted(other.difference(DynamicScale._fields, ["schedule_costs"]))
         if unknown:
             raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
         found |= {name: value for name, value in values.items() if name in known}
     if str(found.get("schedule")).startswith("searched"):
         found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
-    elif found.get("schedule") != "auto":
-        found["schedule_costs"] = None
-    if found.get("schedule_costs") == "counted":  # FLOPs, which the planner's seconds replace
-        found["schedule_costs"] = None
     # By name, the values that follow from the model's other sizes, for example kv_heads = heads. An
     # option with this value is left out, so that it follows again if a flag changes the sizes.
     shape = ModelShape(**groups["model"])
