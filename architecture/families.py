@@ -324,6 +324,10 @@ def _odd_fields(
     written = odd.write(model, config)
     if came.get("model_type") not in FAMILIES or family_in(came, "config.json") != family:
         return written
+    rope = _rope(came, "config.json")
+    if unused := {name: rope[name] for name in odd.unused_of_rope if name in rope}:
+        both = config | written
+        written |= {"rope_parameters": both["rope_parameters"] | unused}
     kept = {name: came[name] for name in odd.names if name in came}
     options = from_config(config | written, "config.json")[0]
     if kept and odd.read(config | kept, options, []) == odd.read(config | written, options, []):

@@ -365,7 +365,7 @@ class OlmoHybrid(Hybrid):
         rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 1.0)}
         has_positions = not isinstance(rope, dict) or rope.get("rope_theta", 1.0) is not None
         blocks = "all" if has_positions else "none"
-        return found | {"rotary_blocks": blocks, "mixer_block": "pre-norm", "mixer_norm_eps": 1e-5}
+        return found | {"rotary_blocks": blocks, "mixer_pre_norm": True, "mixer_norm_eps": 1e-5}
 
     def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
         """Return the types of blocks, and rotary positions without a base if there are none."""

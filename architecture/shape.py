@@ -273,13 +273,11 @@ class ModelShape:
         "the block's input",
         choices=("pre-norm", "post-norm", "sandwich", "parallel"),
     )
-    mixer_block: str = option(
-        None,
-        "norms of the blocks with the mixer, pre-norm or post-norm, default: block",
-        choices=("pre-norm", "post-norm", "sandwich", "parallel"),
+    mixer_pre_norm: bool = option(
+        False,
+        "norms before mixer and MLP in the blocks with the mixer, beside --block post-norm",
         needs=MIXER,
         file_only=True,
-        example="post-norm",
     )
     experts: int = option(1, "experts per MoE layer (1 = dense model)", minimum=1)
     experts_per_token: int = option(
@@ -388,7 +386,6 @@ class ModelShape:
             "mixer_key_heads": value_heads,
             "mixer_key_size": size,
             "mixer_value_size": size,
-            "mixer_block": self.block,
         }
         return head | widths | experts | attention | mixer | {"qkv_bias": bias}
 
@@ -482,7 +479,9 @@ class ModelShape:
 
     def block_of(self, block: int) -> str:
         """Return where the norms of the block with number `block` are, as --block says it."""
-        return self.block if self.mixer_of(block) == "attention" else self.mixer_block
+        if self.mixer_pre_norm and self.mixer_of(block) != "attention":
+            return "pre-norm"
+        return self.block
 
     @property
     def attention_blocks(self) -> list[int]:

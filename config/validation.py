@@ -159,13 +159,9 @@ def _check_mixer(model: ModelShape) -> None:
         return
     if not any(flags_of(model.mixer_blocks, model.layers)):
         raise UserError(f"mixer({model.mixer}) is of no block: mixer_blocks is none")
-    if model.mixer_block != model.block and not {model.mixer_block, model.block} <= {
-        "pre-norm",
-        "post-norm",
-    }:
+    if model.mixer_pre_norm and model.block != "post-norm":
         raise UserError(
-            f"mixer_block({model.mixer_block}) and --block {model.block} are not both pre-norm or "
-            "post-norm: give them the same value"
+            f"mixer_pre_norm is for --block post-norm, but --block is {model.block}: leave it out"
         )
     keys, values = model.mixer_key_heads, model.mixer_value_heads
     both = f"mixer_key_heads({keys})", f"mixer_value_heads({values})"
