@@ -271,10 +271,11 @@ def in_fp64():
 EXACT = {"bloom": 1e-8}
 # Seven blocks with four norms each: in fp32 both sides are 2e-5 from the gradients in fp64.
 ROUNDED = {"gemma3_text": 6e-5, "gemma2": 3e-5}
-# The norms of keys and of their strengths enlarge roundings: in fp32 both sides are 5e-5 from the
-# logits in fp64 (9e-5 in Qwen3.5 with experts) and 4e-4 from the gradients (OLMo Hybrid: 8e-6, 4e-5).
+# Gated delta nets enlarge roundings: in fp32 both sides are 5e-5 (Qwen3.5 with experts: 9e-5) from
+# the logits in fp64, and 4e-4 from the gradients; OLMo Hybrid's 8e-6 and 4e-5. Of the tied Qwen3.5
+# transformers' are 2e-4 and 2e-3 from them, ours 9e-5 and 8e-4.
 ROUNDED |= {"qwen3_next": 8e-4, "qwen3_5_text": 8e-4, "qwen3_5_moe_text": 8e-4}
-ROUNDED |= {"olmo_hybrid": 8e-5}
+ROUNDED |= {"olmo_hybrid": 8e-5, "qwen3_5_text tied": 4e-3}
 ROUNDED_LOGITS = {"qwen3_next": 1e-4, "qwen3_5_text": 3e-4, "qwen3_5_moe_text": 3e-4}
 ROUNDED_LOGITS |= {"olmo_hybrid": 2e-5}
 
@@ -303,7 +304,8 @@ def test_logits_and_gradients_equal_transformers(case, recompute):
     stage = our_stage(theirs, torch.float32, recompute)
     family = case.split()[0]
     of_logits = ROUNDED_LOGITS.get(family, 1e-5)
-    check_logits_and_gradients(theirs, stage, of_logits, ROUNDED.get(family, 1e-5))
+    of_gradients = ROUNDED.get(case, ROUNDED.get(family, 1e-5))
+    check_logits_and_gradients(theirs, stage, of_logits, of_gradients)
 
 
 def check_logits_and_gradients(theirs, stage: Stage, tolerance: float, of_gradients: float) -> None:
