@@ -593,7 +593,7 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, token_positions)
         if self.positions is not None:
-            kinds = self.positions.of_blocks(batch, cache, len(self.blocks))
+            kinds = self.positions.inputs_by_block(batch, cache, len(self.blocks))
             y = None  # a block's output is x + y: the next block adds them, in its first kernel
             for block, (mask, rotary) in zip(self.blocks, kinds, strict=True):
                 x, y = block(x, y, mask, rotary, cache, tokens)

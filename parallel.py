@@ -118,7 +118,7 @@ class ParamSpec:
         return "tied" in self.reduce_over
 
     @property
-    def of_experts(self) -> bool:
+    def is_expert(self) -> bool:
         """Whether the tensor has a matrix for each expert, along its first dimension."""
         return self.reduce_over[0] == "expert_replicas"
 

@@ -27,7 +27,7 @@ from distributed.collectives import DelayedStart, Handle
 from layers.attention import KeyValueCache
 from model import Stage
 from parallel import ParamFactory
-from schedules.orders import evaluation_of_layout, of_layout
+from schedules.orders import evaluation_of_layout, schedule_for
 from schedules.partition import placement
 from schedules.schedule import Action, Schedule
 
@@ -73,7 +73,7 @@ class Pipeline:
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the layout's schedule for this number of micro-batches; cache the last result."""
         if micro_batches not in self._schedules:
-            schedule = of_layout(self._layout, micro_batches)
+            schedule = schedule_for(self._layout, micro_batches)
             self._schedules = {micro_batches: schedule}
         return self._schedules[micro_batches]
 

@@ -75,7 +75,7 @@ def main(arguments: list[str], watch: StartWatch, signals: Signals) -> None:
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
-        request = parse_request(arguments, __doc__, resumed=of_checkpoint)
+        request = parse_request(arguments, __doc__, resumed=checkpoint_options)
         try:
             config = check(request.config, launch.size)
         except UserError as mistake:  # perhaps about an option that the user has not typed
@@ -94,7 +94,7 @@ def main(arguments: list[str], watch: StartWatch, signals: Signals) -> None:
     trainer.main(config, launch, signals)
 
 
-def of_checkpoint(given: Mapping[str, Any]) -> Inherited:
+def checkpoint_options(given: Mapping[str, Any]) -> Inherited:
     """Return what a run takes from the checkpoint of --resume; given: the options by name."""
     from checkpointing import resumed  # imported here: h5py takes time, and few starts resume
 

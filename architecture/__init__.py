@@ -2,7 +2,8 @@
 
 shape            the options that say what model it is, `ModelShape`
 block_attention  what attention does in a block; the patterns that say which blocks have what
-block_kinds      numbers of models whose blocks differ, in experts or in windows
+block_kinds      numbers of models whose blocks differ, in experts, mixers or windows
+mixer_stats      tensors, parameters and FLOPs of mixers in the place of attention
 rotary_scaling   the forms of RoPE scaling and their numbers
 model_stats      parameters and FLOPs of a model
 mixer_stats      tensors, parameters and FLOPs of a mixer in the place of attention

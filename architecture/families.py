@@ -462,7 +462,7 @@ def read(path: str, seq_length: int | None = None) -> tuple[dict[str, Any], list
     return model, _beyond(limit, seq_length)
 
 
-def of_run(folder: str) -> str | None:
+def run_file_in(folder: str) -> str | None:
     """Return the path of the run.json of a run; None if there is none.
 
     folder: the run's folder, or a checkpoint up to two folders below the run's folder.
@@ -494,7 +494,7 @@ def _find(path: str) -> str:
     config_file = os.path.join(path, "config.json")
     if os.path.isfile(config_file):
         return config_file
-    file = of_run(path)
+    file = run_file_in(path)
     if file is None:
         raise UserError(f"--model {path}: it has no config.json, and is no run's: no run.json")
     return file

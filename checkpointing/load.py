@@ -35,7 +35,7 @@ from checkpointing.state import (
 )
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
-from config.inherited import of_the_run
+from config.inherited import run_option_names
 from config.phases import changes, from_saved
 from config.schema import EMA, Config
 from config.timeline import Timeline
@@ -291,7 +291,7 @@ class Loader:
         # JSON makes tuples into lists, as in the checkpoint: so equal options compare as equal.
         now = json.loads(json.dumps(self.config.as_dict()))
         changed = []
-        names = {*of_the_run(), "seq_length"}  # other options of the model cannot change
+        names = {*run_option_names(), "seq_length"}  # other options of the model cannot change
         for group in ("model", "training", "data"):
             theirs = saved.get(group, {})
             for name in now[group].keys() & theirs.keys() & names:

@@ -2,7 +2,7 @@
 
     record = from_config(config, generation, files, length, where)      when a model is imported
     record = read(checkpoint_folder)             of a checkpoint; None: it has none
-    record = record.after_training(of_corpora(config))    what the checkpoints of a run hold
+    record = record.after_training(record_of_corpora(config))    what the checkpoints of a run hold
 
 A checkpoint holds it as model_record.json (RECORD) and, beside that, the files of the tokenizer as
 they came (file_format.TOKENIZER_FILES); the manifest lists them. Runs carry it from checkpoint to
@@ -318,7 +318,7 @@ def without_tokenizer(context_length: int) -> ModelRecord:
     return ModelRecord(dict.fromkeys(families.TOKENS), context_length)
 
 
-def of_corpora(config: Config) -> ModelRecord:
+def record_of_corpora(config: Config) -> ModelRecord:
     """Return the record of a model that a run trains from the beginning: that of its corpora.
 
     The tokenizer is the one beside the corpora; if they have several, none is known, and so are the

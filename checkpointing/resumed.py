@@ -103,7 +103,7 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     options = inherited(saved, given)
     plan = from_saved(saved.get("plan"), folder)
     if branch_from:
-        past = _of_branch(past, folder, branch_from, str(out))
+        past = _branch_past(past, folder, branch_from, str(out))
         if "decay_tokens" in given:
             plan, decay = decaying(saved, past, plan, model.seq_length, given)
             options = {k: v for k, v in options.items() if k not in DECAY_SETS} | decay
@@ -115,7 +115,7 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
     return Inherited(options, model, past, folder, changed_constants(saved), plan)
 
 
-def _of_branch(past: Past, folder: str, branch_from: str, out: str) -> Past:
+def _branch_past(past: Past, folder: str, branch_from: str, out: str) -> Past:
     """Return the past of a run with --branch-from whose checkpoint is `folder`, with its origin.
 
     Raise UserError if the folder's run began in another way.
@@ -281,7 +281,7 @@ def past_of(
             ordered = past.ordered if has_order_of(configuration(index), config) else ()
         name = past.run or new_run()
         if config.run.branch_from:
-            past = _of_branch(past, folder, config.run.branch_from, config.run.out)
+            past = _branch_past(past, folder, config.run.branch_from, config.run.out)
             if _begins(folder, config.run.out):  # a branch is a run of its own
                 name = run or new_run()
         words = to_text(past.starts, ordered, name, past.phases, past.branch)

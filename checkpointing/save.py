@@ -538,7 +538,7 @@ class Checkpointer:
         Training needs no tokenizer: if it cannot be read, a line says so. Called on rank 0 only.
         """
         try:
-            self._record_of_data = model_record.of_corpora(self.config)
+            self._record_of_data = model_record.record_of_corpora(self.config)
         except UserError as error:
             self.print_line(f"checkpoints of this run have no tokenizer: {error}")
             self._record_of_data = model_record.without_tokenizer(self.config.model.seq_length)

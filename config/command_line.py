@@ -358,7 +358,7 @@ def _left_of_resumed(given: Mapping[str, Any]) -> str:
     from architecture import families
 
     folder = given.get("out", Run.out) if given["resume"] == "auto" else given["resume"]
-    run_file = families.of_run(str(folder))
+    run_file = families.run_file_in(str(folder))
     saved = families.read_object(run_file).get("config") if run_file else None
     return left_out(saved, given, str(run_file)).note if isinstance(saved, dict) else ""
 
@@ -374,7 +374,7 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     from architecture import families
 
     folder = str(given.get("out", Run.out)) if resume == "auto" else resume
-    run_file = families.of_run(folder)
+    run_file = families.run_file_in(folder)
     if not run_file:
         return dict(given)
     resumed: dict[str, Any] = {}

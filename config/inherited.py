@@ -7,7 +7,7 @@ given up because a command line leaves it out. What is given holds, and the log 
 Every option is of one of four kinds, by its group and its declaration:
 
     the model             comes from the checkpoint; another shape is refused (load.py)
-    `of_the_run`          training and data: from the checkpoint, unless given
+    `run_option_names`          training and data: from the checkpoint, unless given
     `at_each_start`       such options that a start chooses anew: evaluations, the cache
     layout, run           of a start: where and how it executes, what it checks, saves and writes
 """
@@ -82,7 +82,7 @@ def _named(options: Mapping[str, Any]) -> list[str]:
     return named
 
 
-def of_the_run() -> list[str]:
+def run_option_names() -> list[str]:
     """Return the names of the options that belong to a run, and not to one start of it."""
     fields = [field for group in (Training, Data) for field in dataclasses.fields(group)]
     names = [field.name for field in fields if not field.metadata["at_each_start"]]
@@ -102,7 +102,7 @@ def inherited(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     left_out = set(given) | _replaced(theirs, given)
     return {
         name: theirs[name]
-        for name in of_the_run()
+        for name in run_option_names()
         if theirs.get(name) is not None and name not in left_out
     }
 

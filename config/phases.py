@@ -320,7 +320,7 @@ def place(
     blocks = _blocks(phases, begun, seq_length)
     placed = []
     for phase, was in zip(phases, begun):
-        known = was.blocks or _of_corpora(phase, blocks)
+        known = was.blocks or _corpus_blocks(phase, blocks)
         placed.append(PlacedPhase(phase, was.step, was.samples, was.tokens, True, known))
     step, samples = past.step, past.samples
     tokens = placed[-1].tokens_at(samples) if placed else 0
@@ -338,12 +338,12 @@ def place(
             step += steps
             samples += steps * last.batch
             tokens += steps * last.batch * last.length
-        of_corpora = _of_corpora(phase, blocks)
+        of_corpora = _corpus_blocks(phase, blocks)
         placed.append(PlacedPhase(phase, step, samples, tokens, False, of_corpora))
     return tuple(placed)
 
 
-def _of_corpora(phase: Phase, blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+def _corpus_blocks(phase: Phase, blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the tokens of a block of each corpus that a phase reads."""
     return tuple((prefix, blocks[prefix]) for prefix in prefixes_of(phase.data or ()))
 

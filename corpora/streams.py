@@ -119,7 +119,7 @@ class CorpusStream:
         self._parts: dict[int, Part] = {}  # by number; the earlier ones have the first numbers
         self._earlier = list[Part]()
         for samples in earlier:
-            self._earlier.append(self._of_samples(samples, taken >= len(samples)))
+            self._earlier.append(self._samples_part(samples, taken >= len(samples)))
             taken -= len(samples)
         self._ends = np.cumsum([part.tokens for part in self._earlier], dtype=np.int64).tolist()
         self._before = self._ends[-1] if self._ends else 0  # tokens of all earlier orders
@@ -180,7 +180,7 @@ class CorpusStream:
         ends = np.cumsum(self.dataset.lengths[order], dtype=np.int64)
         return {"order": order, "ends": ends, "blocks": of_blocks}
 
-    def _of_samples(self, samples: GPTSamples, is_over: bool) -> Part:
+    def _samples_part(self, samples: GPTSamples, is_over: bool) -> Part:
         """Return an order of samples as a part of the stream: its samples are the blocks.
 
         After them comes what no sample of that order holds, less than a sample. is_over: whether

@@ -296,7 +296,7 @@ def _requests(rows: Sequence[Choices], text: Text) -> Iterator[ScoringRequest]:
     if encoder is None:
         for row in rows:
             for context, continuation in row.pairs:
-                yield _of_numbers(context, continuation, text, row.place)
+                yield _request_of_ids(context, continuation, text, row.place)
         return
     pairs = [_split(*pair) for row in rows for pair in row.pairs]
     wholes = encoder.prompts([context + continuation for context, continuation in pairs])
@@ -330,7 +330,7 @@ def _split(context: str, continuation: str) -> tuple[str, str]:
     return kept, context[len(kept) :] + continuation
 
 
-def _of_numbers(context: str, continuation: str, text: Text, place: str) -> ScoringRequest:
+def _request_of_ids(context: str, continuation: str, text: Text, place: str) -> ScoringRequest:
     """Return a request whose texts are token ids, for a run without a tokenizer."""
     parts = []
     for words in (context, continuation):

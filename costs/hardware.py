@@ -212,7 +212,7 @@ def fitted_values() -> Mapping[str, float]:
     return MappingProxyType({constant.name: constant.value for constant in constants()})
 
 
-def of_device(device: str) -> Machine | None:
+def machine_with_device(device: str) -> Machine | None:
     """Return the first machine of `hardware/` that has a given GPU, or None.
 
     device: the driver's name of the GPU, such as "NVIDIA H100 80GB HBM3".
@@ -229,7 +229,7 @@ def peak_of(device: str, precision: str) -> float | None:
     """
     if precision not in ("fp16", "bf16") or "PCIe" in device or "NVL" in device:
         return None
-    machine = of_device(device)
+    machine = machine_with_device(device)
     return machine.peak if machine and machine.device != "CPU" else None
 
 

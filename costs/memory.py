@@ -161,7 +161,7 @@ def most_rows(job: Job, room: float) -> float:
     return low
 
 
-def of_run(
+def run_memory(
     config: Config, rows_over_mean: float = 1.0, node: int | None = None
 ) -> list[dict[str, float]]:
     """Return the bytes of each part in OF_RUN on every pipeline rank of a run.
@@ -192,13 +192,13 @@ def of_run(
 
 
 def least_of_run(config: Config) -> list[dict[str, float]]:
-    """Return the result of `of_run`; with --precision auto, for the precision that needs the least.
+    """Return the result of `run_memory`; with --precision auto, for the smallest precision.
 
     train.py calls it before the GPUs decide what --precision auto is, to refuse a run only if it
     fits in no precision.
     """
     precisions = ["fp32"] if config.run.device == "cpu" else ["fp32", "bf16"]
-    tables = [of_run(config.with_precision(precision)) for precision in precisions]
+    tables = [run_memory(config.with_precision(precision)) for precision in precisions]
     return min(tables, key=lambda table: max(map(_certain, table)))
 
 
@@ -215,8 +215,8 @@ def _certain(parts: dict[str, float]) -> float:
 def check_fits(table: list[dict[str, float]], config: Config, node: float) -> None:
     """Raise UserError if a rank certainly needs more memory than its node, or than any GPU, has.
 
-    table: the result of `of_run`. node: the bytes of memory and swap of the node. The order of the
-    training samples must fit in the node too.
+    table: the result of `run_memory`. node: the bytes of memory and swap of the node. The order of
+    the training samples must fit in the node too.
     """
     available = node
     has = f"this node has {node / 1e9:,.1f} GB of memory and swap"

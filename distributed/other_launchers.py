@@ -145,7 +145,7 @@ PLATFORMS = (
 )
 
 
-def _of_platforms(env: Mapping[str, str]) -> Iterator[Stated]:
+def _platform_launches(env: Mapping[str, str]) -> Iterator[Stated]:
     """Yield what the variables of PLATFORMS say."""
     for row in PLATFORMS:
         place = row.place_of(env, row.variable)
@@ -160,7 +160,7 @@ def _of_platforms(env: Mapping[str, str]) -> Iterator[Stated]:
 # ---- Pairs with the same first word --------------------------------------------------------------
 
 
-def _of_pairs(env: Mapping[str, str]) -> Iterator[Stated]:
+def _rank_pairs(env: Mapping[str, str]) -> Iterator[Stated]:
     """Yield what pairs of variables such as RANK and WORLD_SIZE say, or a rank alone."""
     ranks = {}  # by the first word of the name, a variable with the number of this process
     sizes = {}  # and a variable with the number of processes
@@ -190,4 +190,4 @@ def _of_pairs(env: Mapping[str, str]) -> Iterator[Stated]:
 
 def stated_by(env: Mapping[str, str]) -> list[Stated]:
     """Return what the variables of launchers that are not known here say of this process."""
-    return [*_of_pairs(env), *_of_platforms(env)]
+    return [*_rank_pairs(env), *_platform_launches(env)]

@@ -52,7 +52,7 @@ class Positions:
 
     positions.mask(batch)                   a Mask; None: plain causal attention
     positions.rotary(batch.positions)       tables for `rotate`; None: no rotary positions
-    positions.of_blocks(batch, None, 2)     both for each of 2 blocks
+    positions.inputs_by_block(batch, None, 2)     both for each of 2 blocks
 
     All blocks have the same; local_attention.LocalPositions is for models whose blocks differ.
     Learned positions are a part of the embedding.
@@ -110,7 +110,7 @@ class Positions:
         """
         return None if self._rotary is None else self._rotary(positions, length)
 
-    def of_blocks(
+    def inputs_by_block(
         self, batch: Batch | None, cache: "KeyValueCache | None", count: int
     ) -> list[tuple[Mask | None, tuple[Tensor, Tensor] | None]]:
         """Return the mask and the rotary tables of each of `count` blocks, which have the same.

@@ -1,7 +1,7 @@
 """Attention of blocks that have a window, a softcap or sinks, beside blocks that have none.
 
     positions = LocalPositions(factory, model, micro_batch, plain, blocks)
-    for seen, rotary in positions.of_blocks(batch, cache, count)     a pair for each block
+    for seen, rotary in positions.inputs_by_block(batch, cache, count)     a pair for each block
     mixed = attend_locally(attention, q, k, v, seen, cache)          in the block's Attention
 
 A window is a range of keys, as a document is: with a window of w tokens, token q sees the keys from
@@ -131,7 +131,7 @@ class LocalPositions:
         # What queries see if batches do not say it, by window: the same for all micro-batches.
         self._seen: dict[int, VisibleKeys] = {}
 
-    def of_blocks(self, batch: Batch | None, cache: Any, count: int) -> list[tuple[Any, Any]]:
+    def inputs_by_block(self, batch: Batch | None, cache: Any, count: int) -> list[tuple[Any, Any]]:
         """Return for each of the `count` blocks its mask and its rotary tables (None: NoPE).
 
         The mask is VisibleKeys, or in a plain block the Mask or None of attention.Positions.

@@ -2,7 +2,7 @@
 
     make = mixer_class(model.mixer_of(3))              makes the mixer of block 3
     inputs = MixerInputs(factory, positions, mixers)   of the blocks of a stage
-    for mask, rotary in inputs.of_blocks(batch, cache, count)
+    for mask, rotary in inputs.inputs_by_block(batch, cache, count)
 
 A mixer is a module with the parameters and the result of attention.Attention.forward. Its `mask` is
 the number of tokens of its document before each token, (s, b), or None if samples are not divided
@@ -61,15 +61,15 @@ class MixerInputs:
         self.attention = attention
         self.has_attention = has_attention
 
-    def of_blocks(self, batch: Batch | None, cache: Any, count: int) -> list[tuple[Any, Any]]:
-        """Return what `attention.Positions.of_blocks` returns, of all `count` blocks.
+    def inputs_by_block(self, batch: Batch | None, cache: Any, count: int) -> list[tuple[Any, Any]]:
+        """Return what `attention.Positions.inputs_by_block` returns, of all `count` blocks.
 
         A mixer has the offsets of its tokens in their documents for a mask.
         """
         of_mixers = document_offsets(batch, self.factory) if cache is None else None
         found = iter(())
         if self.attention is not None:
-            found = iter(self.attention.of_blocks(batch, cache, sum(self.has_attention)))
+            found = iter(self.attention.inputs_by_block(batch, cache, sum(self.has_attention)))
         return [next(found) if attends else (of_mixers, None) for attends in self.has_attention]
 
 

@@ -291,7 +291,7 @@ class Bucket(ParamGroup):
             matrices = 1
             if self.whole_matrices:
                 size = min(size, math.prod(p.spec.shape))
-                matrices = p.shape[0] if p.spec.of_experts else 1
+                matrices = p.shape[0] if p.spec.is_expert else 1
             matrix_size = size // matrices
             for matrix_start in range(offset, offset + size, matrix_size):
                 cut_start = max(matrix_start, self.start)

@@ -192,7 +192,7 @@ def block_sharder(
         whole = [m for m in part.modules() if _has_whole_parameters(m)]
         for module in part.modules():
             parameters = module.parameters(recurse=False)
-            has_experts = any(p.spec.of_experts for p in parameters if not isinstance(p, DTensor))
+            has_experts = any(p.spec.is_expert for p in parameters if not isinstance(p, DTensor))
             if has_experts and mesh.expert_replicas in device_meshes:
                 shard_over(mesh.expert_replicas, module)
         shard_over(mesh.replicas, part)

@@ -290,7 +290,7 @@ def _matrices_in(spec: ParamSpec, place: tuple[int, int], heads: str) -> list[_M
         raise ValueError(f"{spec.name} does not say how it divides into matrices")
     found = []
     for name, box in spec.matrices.boxes(spec.shape, heads):
-        if spec.of_experts and not spec.start <= box[0][0] < spec.stop:
+        if spec.is_expert and not spec.start <= box[0][0] < spec.stop:
             continue
         *rows, columns = [stop - start for start, stop in box]
         name = f"{spec.name}:{name}" if name else spec.name

@@ -88,7 +88,7 @@ def make_rule(
     training: Training, masters: list[Tensor], buckets: Sequence[FlatBucket], mesh: Mesh
 ) -> "Muon":
     """Return the rule of an update set. masters: a flat tensor for each of its buckets."""
-    of_experts = buckets[0].places[0][0].spec.of_experts
+    of_experts = buckets[0].places[0][0].spec.is_expert
     # No tensor rank cuts the matrices of experts: they are whole on each rank that holds them.
     group = mesh.expert_replicas if of_experts else mesh.stage
     tensor_ranks = 1 if of_experts else mesh.tp.size

@@ -111,6 +111,6 @@ class LongSchedule:
 def long_layout(layout: Layout, micro_batches: int) -> LongSchedule:
     """Return the training schedule of a layout, from which the planner computes time and memory.
 
-    It has the arguments with which `orders.of_layout` builds the schedule for the pipeline.
+    It has the arguments with which `orders.schedule_for` builds the schedule for the pipeline.
     """
     return LongSchedule(layout.schedule, layout.pp, micro_batches, layout.stages_per_rank)

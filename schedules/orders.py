@@ -1,7 +1,7 @@
 """Makes every schedule that --schedule offers, by name.
 
     build("1f1b", 4, 8)                     4 ranks, 8 micro-batches: checked, ready to execute
-    of_layout(layout, micro_batches)        the schedule that the pipeline executes
+    schedule_for(layout, micro_batches)        the schedule that the pipeline executes
 
 Read schedule.py first, which defines actions and schedules. Stage 0 has the model's first blocks;
 `rank_of[s]` is the rank that holds stage s. Orders are made of numbers in place of actions: with S
@@ -34,7 +34,7 @@ def build(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Schedu
     virtual: stages of each rank; not used for names that end in -v, which have two stages.
     Raise ScheduleError if the schedule cannot run.
     """
-    schedule = of_numbers(numbered(name, ranks, micro_batches, virtual))
+    schedule = schedule_from_numbers(numbered(name, ranks, micro_batches, virtual))
     check(schedule, micro_batches, backward=True)
     return schedule
 
@@ -50,7 +50,7 @@ def numbered(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Num
     return Numbered(name, kinds, rank_of, micro_batches, ORDERS[name](rank_of, micro_batches))
 
 
-def of_numbers(found: Numbered) -> Schedule:
+def schedule_from_numbers(found: Numbered) -> Schedule:
     """Return the same schedule with an `Action` in place of each number; it is not validated.
 
     Called for the schedules that the pipeline executes.
@@ -76,7 +76,7 @@ def forward_only(
     for m, (stage, rank) in sorted(moments, key=lambda at: (at[0] + at[1][0], -at[1][0])):
         rows[rank].append(m * len(rank_of) + stage)
     forward = Numbered("forward", "F", rank_of, micro_batches, rows)
-    schedule = of_numbers(forward)
+    schedule = schedule_from_numbers(forward)
     check(schedule, micro_batches, backward=False)
     return schedule
 
@@ -212,7 +212,7 @@ ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
 # ---- The schedule of a layout --------------------------------------------------------------------
 
 
-def of_layout(layout: Layout, micro_batches: int) -> Schedule:
+def schedule_for(layout: Layout, micro_batches: int) -> Schedule:
     """Return the validated training schedule of a layout, which the pipeline executes.
 
     The layout's --schedule must not be auto: costs/auto_schedule.py replaces auto before.

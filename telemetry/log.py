@@ -115,7 +115,7 @@ class Log(Observer):
             for line in log_lines.at_start(config, facts, stage_specs, kernels):
                 self.note(line)
             if "unknown" in self.about_model:
-                self.note(log_lines.of_unknown(self.about_model))
+                self.note(log_lines.unknown_tensors_line(self.about_model))
 
     # -- during the run ---------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Log(Observer):
         is_first_or_last = iteration in (1, self.total)
         is_multiple = every is not None and iteration % every == 0
         if is_first_or_last or every is None or is_multiple:
-            row |= self._of_corpora(done)
+            row |= self._corpus_losses(done)
         self._write(row, row | self._shares(row.get("corpus_tokens", {})))
         self.printed.steps_since += 1
         is_late = time.monotonic() - self.printed.at >= SECONDS_BETWEEN_LINES
@@ -234,10 +234,10 @@ class Log(Observer):
         total = self.timeline.tokens_at(self.timeline.total_samples)
         length = self.timeline.length_at(max(0, consumed - 1))
         samples_left = (total - self.timeline.tokens_at(consumed)) // length
-        line = log_lines.of_step(row, self.total, self.steps, steps_in_means, samples_left)
+        line = log_lines.step_line(row, self.total, self.steps, steps_in_means, samples_left)
         is_last = row["iteration"] == self.total
         if self.printed.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
-            line += log_lines.of_corpora(row)
+            line += log_lines.corpora_line(row)
         self.note(line)
         self.printed = Printed(self.printed.lines + 1, 0, time.monotonic())
 
@@ -246,14 +246,14 @@ class Log(Observer):
         iteration, consumed, batch = step.iteration, step.done.consumed_samples, step.batch
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
-        self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))
+        self.note(log_lines.skipped_step_line(iteration, self.total, consumed, batch))
 
     def phase(self, phase: PlacedPhase, done: int) -> None:
         """Print the line of a phase of --phases that begins, or that a start goes on with.
 
         done: the number of steps done.
         """
-        self.note(log_lines.of_phase(self.timeline, phase, done))
+        self.note(log_lines.phase_line(self.timeline, phase, done))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
         """Write the row and the log line of an evaluation.
@@ -264,7 +264,7 @@ class Log(Observer):
         self.evaluations[name] = loss
         row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
-        self.note(log_lines.of_evaluation(name, done.iteration, self.total, loss))
+        self.note(log_lines.evaluation_line(name, done.iteration, self.total, loss))
 
     def task(self, name: str, done: Progress, result: TaskResult) -> None:
         """Write the row and the log line of a task of --eval-tasks; name: that of the task."""
@@ -275,7 +275,7 @@ class Log(Observer):
         # A tracker has a series for each number of each task.
         series = {f"{name}/{kind}": number for kind, number in numbers.items()}
         self._write(row | {"task": name, **numbers}, row | {"tasks": series})
-        self.note(log_lines.of_task(name, done.iteration, self.total, result))
+        self.note(log_lines.task_line(name, done.iteration, self.total, result))
 
     def note(self, line: str) -> None:
         """On rank 0, print a line and append it to log.txt; a full disk does not end the run.
@@ -363,7 +363,7 @@ class Log(Observer):
         total = sum(since.values())
         return {"corpus_share": {n: part / total for n, part in since.items()}} if total else {}
 
-    def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
+    def _corpus_losses(self, done: Progress) -> dict[str, Mapping[str, float]]:
         """Return two columns for metrics.jsonl: by corpus, the tokens trained on and the epochs.
 
         Without corpora, as with synthetic data, the result is empty.

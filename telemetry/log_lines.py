@@ -1,6 +1,6 @@
 """Text that people read: when a run starts, while it trains, and when it ends.
 
-    of_step(row, total, steps, ...)     step 120/500 | loss 3.2104 | ... | 1:02:03 left
+    step_line(row, total, steps, ...)     step 120/500 | loss 3.2104 | ... | 1:02:03 left
     at_start(config, facts, ...)        layout, batches, kernels, phases, the schedule
     summary(config, facts, ...)         seconds of steps and losses of a whole run
 
@@ -21,7 +21,7 @@ from config.schema import Config
 from config.timeline import Timeline
 from corpora.tasks import TaskResult
 from schedules import partition, simulation
-from schedules.orders import of_layout
+from schedules.orders import schedule_for
 
 FORMULA = "megatron-2025"  # how FLOPs are counted: one of FORMULAS in architecture/model_stats.py
 # The summary's rates leave these first steps out: allocators, kernels and connections warm up.
@@ -54,7 +54,7 @@ class Steps:
         self.nan += not math.isfinite(loss)
 
 
-def of_unknown(about: dict[str, Any]) -> str:
+def unknown_tensors_line(about: dict[str, Any]) -> str:
     """Return the log line of a model that its options do not describe.
 
     about: what run.json says of the model (start_of_run.about_model).
@@ -71,7 +71,7 @@ def of_unknown(about: dict[str, Any]) -> str:
 # ---- While a run trains --------------------------------------------------------------------------
 
 
-def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_left: int) -> str:
+def step_line(row: dict[str, Any], total: int, steps: Steps, count: int, samples_left: int) -> str:
     """Return a step's log line; it contains the MFU only if the device's peak FLOPS are known.
 
     row: the step's row of metrics.jsonl. total: the run's last step. count: the number of last
@@ -114,11 +114,11 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     return " | ".join(parts)
 
 
-def of_corpora(row: dict[str, Any]) -> str:
+def corpora_line(row: dict[str, Any]) -> str:
     """Return a line end and the line about the corpora, to be added to a step's log line.
 
     row: the step's row of metrics.jsonl. With fewer than two corpora the result is empty, since
-    `of_step` shows the epoch of a run's only corpus.
+    `step_line` shows the epoch of a run's only corpus.
     """
     epochs = row.get("corpus_epochs", {})
     if len(epochs) < 2:
@@ -128,7 +128,7 @@ def of_corpora(row: dict[str, Any]) -> str:
     return "\n " + " | ".join(parts)
 
 
-def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
+def evaluation_line(name: str, iteration: int, total: int, loss: float) -> str:
     """Return the log line of an evaluation after the step `iteration` of `total` steps.
 
     name: `validation`, `test`, or a set of --eval-data. loss: the mean per token, in nats; the
@@ -138,7 +138,7 @@ def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
 
 
-def of_phase(timeline: Timeline, phase: PlacedPhase, done: int) -> str:
+def phase_line(timeline: Timeline, phase: PlacedPhase, done: int) -> str:
     """Return the log line of a phase of --phases. done: the steps of the run before it is printed.
 
     A start that goes on with a phase says at which step it began.
@@ -154,7 +154,7 @@ def of_phase(timeline: Timeline, phase: PlacedPhase, done: int) -> str:
     return f" phase {number} of {len(timeline.phases)}, {phase.name}: {begin} | {' | '.join(parts)}"
 
 
-def of_task(name: str, iteration: int, total: int, result: TaskResult) -> str:
+def task_line(name: str, iteration: int, total: int, result: TaskResult) -> str:
     """Return the log line of a task of --eval-tasks after the step `iteration` of `total`."""
     return (
         f" step {iteration}/{total} | task {name} | accuracy {result.accuracy:.4f} | normalised "
@@ -162,7 +162,7 @@ def of_task(name: str, iteration: int, total: int, result: TaskResult) -> str:
     )
 
 
-def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:
+def skipped_step_line(iteration: int, total: int, consumed: int, batch: int) -> str:
     """Return the log line of a step that --skip-samples leaves out.
 
     consumed: the run's samples after the step. batch: the number of samples left out.
@@ -196,7 +196,7 @@ def at_start(
     facts: the result of Context.describe. stages: all stages of the pipeline. kernels: the
     implementation in use, by purpose.
     """
-    lines = [_of_layout(config, facts), *_of_batches(config)]
+    lines = [_layout_line(config, facts), *_batch_lines(config)]
     lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
     lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
     if config.run.saves:
@@ -209,7 +209,7 @@ def at_start(
         # Draw the schedule of the largest batch, with its idle share (the bubble).
         largest = max(level.batch for level in Timeline(config).levels)
         count = config.layout.micro_batches(largest)
-        order = of_layout(config.layout, count)
+        order = schedule_for(config.layout, count)
         slots = simulation.simulate(order)
         bubble = simulation.bubble(slots)
         lines.append(f"schedule {config.layout.schedule}, bubble {bubble:.1%}:")
@@ -217,7 +217,7 @@ def at_start(
     return lines
 
 
-def _of_layout(config: Config, facts: dict[str, Any]) -> str:
+def _layout_line(config: Config, facts: dict[str, Any]) -> str:
     """Return the line about ranks, layout and devices; facts: the result of Context.describe."""
     layout = config.layout
     threads = f"{facts['threads_per_rank']} threads a rank"
@@ -257,7 +257,7 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
     )
 
 
-def _of_batches(config: Config) -> list[str]:
+def _batch_lines(config: Config) -> list[str]:
     """Return the start-up lines about the batch sizes, and about samples that are skipped.
 
     With several sizes, the line has the step at which each begins, and the number of samples before
@@ -265,7 +265,7 @@ def _of_batches(config: Config) -> list[str]:
     """
     timeline = Timeline(config)
     if timeline.phases:
-        return [_of_phases(timeline), *_of_skipped(timeline)]
+        return [_phases_line(timeline), *_skipped_lines(timeline)]
     levels = timeline.batches.levels()
     last_level = levels[-1]
     text = f"{levels[0].batch} samples"
@@ -274,10 +274,10 @@ def _of_batches(config: Config) -> list[str]:
         if len(sizes) > MOST_SIZES:
             sizes[FIRST_SIZES:-LAST_SIZES] = ["..."]
         text = f"{', '.join(sizes)} ({last_level.consumed} samples); {len(levels)} sizes"
-    return [f"global batch: {text}, {timeline.total_steps} steps", *_of_skipped(timeline)]
+    return [f"global batch: {text}, {timeline.total_steps} steps", *_skipped_lines(timeline)]
 
 
-def _of_skipped(timeline: Timeline) -> list[str]:
+def _skipped_lines(timeline: Timeline) -> list[str]:
     """Return the start-up line about samples that are skipped, if there are any."""
     if not timeline.skipped:
         return []
@@ -285,7 +285,7 @@ def _of_skipped(timeline: Timeline) -> list[str]:
     return [f"batches that hold samples of {ranges} are skipped"]
 
 
-def _of_phases(timeline: Timeline) -> str:
+def _phases_line(timeline: Timeline) -> str:
     """Return the start-up line about the phases of --phases: where each begins, where all end."""
     begins = [f"{s.name} from step {s.step + 1} ({s.tokens:,} tokens)" for s in timeline.phases]
     total = timeline.tokens_at(timeline.total_samples)
@@ -330,7 +330,7 @@ def summary(
         files += f", {out}/tensorboard"
     lines = [
         "",
-        _of_layout(config, facts),
+        _layout_line(config, facts),
         partition.stage_table(stages, config.model),
         memory,
         f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "

@@ -39,7 +39,14 @@ from config.schema import Config
 from data import Batch, Samples, first_of_micro_batch
 from parallel import ParamFactory
 from telemetry.observer import Observer, Step
-from telemetry.sketches import NUMBERS, PROJECTED, SQUARES, Sketches, of_activation, of_shard
+from telemetry.sketches import (
+    NUMBERS,
+    PROJECTED,
+    SQUARES,
+    Sketches,
+    activation_sketch,
+    shard_sketch,
+)
 from zero import Optimizer, StepResult
 
 FORMAT = 2
@@ -202,11 +209,11 @@ class NumericsTrace(Observer):
                 # The shard is a range of the gradients of its master tensor.
                 flat = gradients[shard.master].view(-1)
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
-                sketch = self.unscaled(*of_shard(shard, values))
+                sketch = self.unscaled(*shard_sketch(shard, values))
             else:
                 state_kind = "weights" if kind in (BEFORE, AFTER) else kind
                 values = shard.read(state_kind, shard.start, shard.stop)
-                sketch = of_shard(shard, values)
+                sketch = shard_sketch(shard, values)
             row = torch.tensor([first + self.parameters.index(shard.spec.name)])
             table.add(row.to(values.device), *sketch)
 
@@ -385,7 +392,7 @@ class _PassHooks:
         rows = samples * trace.bins // self.batch + trace.activations.index(name) * trace.bins
         if x.dim() == 2:
             x = x[..., None]
-        sums, largest = of_activation(x.detach(), positions, samples)
+        sums, largest = activation_sketch(x.detach(), positions, samples)
         if name.startswith("gradient"):
             sums, largest = trace.unscaled(sums, largest)
         if not split:

@@ -118,7 +118,7 @@ def sketch(
     return sums, largest
 
 
-def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
+def shard_sketch(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return sums, (1, SUMS), and largest magnitude, (1,), of a shard of a parameter.
 
     values: the shard's elements, flat. Padding of the local tensor, which is 0, is not counted. The
@@ -160,7 +160,7 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
     return sums, largest
 
 
-def of_activation(x: Tensor, positions: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+def activation_sketch(x: Tensor, positions: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
     """Return sums, (b, SUMS), and largest magnitudes, (b,), of the b samples of x (s, b, h).
 
     positions: (s,), the places of the tokens in their samples. samples: (b,), the numbers of the

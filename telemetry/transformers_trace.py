@@ -17,7 +17,7 @@ import data
 from base.errors import UserError, installed
 from config.schema import Config, Layout
 from distributed.collectives import Group
-from telemetry.sketches import Sketches, of_activation
+from telemetry.sketches import Sketches, activation_sketch
 
 # transformers' model computes in fp64 if the run does, and otherwise in fp32.
 DTYPES = {"fp64": torch.float64}
@@ -57,7 +57,7 @@ def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarra
         with_channels = x.reshape(1, len(positions), -1).transpose(0, 1)  # (s, 1, h) or (s, 1, 1)
         # The rows of an activation are its bins, each of which adds up a range of samples.
         row = names.index(name) * bins + number * bins // about["samples"]
-        sketch = of_activation(with_channels, positions, torch.tensor([number]))
+        sketch = activation_sketch(with_channels, positions, torch.tensor([number]))
         table.add(torch.tensor([row]), *sketch)
 
     for number in range(about["samples"]):

@@ -9,7 +9,7 @@ import pytest
 from ranks import Job, mpirun, srun_command, start
 
 from config.schema import Layout
-from tools.checker.card import of_killed, of_layouts, of_network, page, verdict
+from tools.checker.card import killed_result, layouts_result, network_result, page, verdict
 from tools.checker.cluster_worker import row_of
 from tools.checker.compare import Difference
 from tools.checker.engine import Outcome
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_on_the_page(tmp_path):
         {"layout": "dp 2", "differs": "losses of step 1: 2 for 1", "off": 1.0},
     ]
     (tmp_path / "layouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    part = of_layouts(tmp_path) | {"seconds": 1.0}
+    part = layouts_result(tmp_path) | {"seconds": 1.0}
     assert part["status"] == "different"
     card = card_of(layouts=part)
     assert verdict(card) == "layouts: different (dp 2: losses of step 1: 2 for 1)"
@@ -118,8 +118,8 @@ def test_a_layout_that_differs_has_its_first_tensor_on_the_page():
 def test_slow_links_of_gpus_are_wrong_and_of_busy_cores_are_named(tmp_path):
     found = {"rows": [], "line_rate": None, "pairs": [["n1", "n2", 1e9]], "slow": ["slow link: x"]}
     (tmp_path / "network.json").write_text(json.dumps(found))
-    assert of_network(tmp_path, "cuda")["status"] == "slow links"
-    part = of_network(tmp_path, "cpu") | {"status": "as it should", "seconds": 1.0}
+    assert network_result(tmp_path, "cuda")["status"] == "slow links"
+    part = network_result(tmp_path, "cpu") | {"status": "as it should", "seconds": 1.0}
     assert "* slow link: x" in list(page(card_of(network=part)))
 
 
@@ -140,5 +140,5 @@ def test_a_kill_is_judged_by_who_is_named(tmp_path, culprits, statuses, status):
     (out / "hang" / "case.json").write_text(json.dumps(case))
     row = {"iteration": 7, "loss": 1.0, "grad_norm": 1.0}
     (out / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    part = of_killed(tmp_path, 3, statuses)
+    part = killed_result(tmp_path, 3, statuses)
     assert part.get("status") == status

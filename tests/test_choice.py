@@ -75,7 +75,7 @@ def test_the_choice_is_the_fastest_named_schedule_by_the_planners_prices(job):
     assert choice.name in str(choice)
     # What is priced is what is executed, by the same order.
     assert list(choice.blocks) == blocks_of(job._replace(layout=layout))
-    order = orders.of_layout(layout, job.micro_batches)
+    order = orders.schedule_for(layout, job.micro_batches)
     sent = float(time_terms.message_seconds(job))
     ended = makespan(order, action_seconds(job._replace(layout=layout)), sent)
     if job.machine.ranks_per_core == 1:
@@ -131,7 +131,7 @@ def test_a_plan_on_any_gpu_chooses_what_a_run_chooses():
 PROGRAM = """
 from test_choice import LAYOUT, SHAPE, decide_layout, job_of, orders
 layout, choice = decide_layout(job_of(SHAPE, LAYOUT, 12))
-order = orders.of_layout(layout, 12)
+order = orders.schedule_for(layout, 12)
 print(layout.schedule, layout.partition, [list(map(str, row)) for row in order.ranks])
 """
 

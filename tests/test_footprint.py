@@ -54,7 +54,7 @@ def test_states_take_what_is_predicted(optimizer, precision, tied, monkeypatch):
     pieces = trainer.build(config)
     trainer.step(pieces, data.Synthetic(512, 32, 1), 0, 1e-3)
     pieces.reader.close()
-    (parts,) = memory.of_run(config)
+    (parts,) = memory.run_memory(config)
     buckets = pieces.optimizer.buckets
     assert size([b.weights for b in buckets]) == pytest.approx(parts["weights"], rel=0.01)
     assert size([b.gradients for b in buckets]) == pytest.approx(parts["gradients"], rel=0.01)
@@ -69,7 +69,7 @@ def test_a_cpu_in_fp32_needs_no_gradient_of_the_whole_embedding():
     """torch adds rows to the sum; in bf16, and at --zero 2, there is one of the whole matrix."""
 
     def working(words: str) -> float:
-        return memory.of_run(configure(f"--vocab-size 100000 --pp 2 {words}", 4))[0]["working"]
+        return memory.run_memory(configure(f"--vocab-size 100000 --pp 2 {words}", 4))[0]["working"]
 
     matrix = 100000 * 64 * 4
     assert working("--device cpu") < 0.01 * matrix < 0.9 * matrix < working("--device cuda")
@@ -85,7 +85,7 @@ def test_a_tied_matrix_on_one_stage_has_three_gradients_at_the_end_of_a_backward
     words += "--global-batch-size 64 --precision bf16 --vocab-size 50257 --device cuda"
     for layers, rehearsed in ((4, 1.165e9), (8, 1.547e9)):
         config = configure(f"{words} --layers {layers}", 4)
-        (parts,) = memory.of_run(config)
+        (parts,) = memory.run_memory(config)
         assert sum(parts.values()) == pytest.approx(rehearsed, rel=0.01)
 
 

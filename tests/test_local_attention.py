@@ -181,7 +181,7 @@ def kept_and_planned(changes: dict) -> tuple[int, float]:
     """The bytes that a block keeps for its backward pass on a CPU, and those of the plan."""
     config = validation.check(golden_worker.options(WIDE | changes), 1)
     [stage] = trainer.build(config).stages
-    [(seen, tables)] = stage.positions.of_blocks(None, None, 1)
+    [(seen, tables)] = stage.positions.inputs_by_block(None, None, 1)
     masks = [span.mask for span in getattr(seen, "spans", [])]
     shared = [*stage.parameters(), *tables, *masks]  # of all micro-batches
     kept = {t.untyped_storage().data_ptr(): 0 for t in shared}

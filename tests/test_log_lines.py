@@ -75,22 +75,24 @@ LEFT = round(93784.4 * 32)  # samples, at 32 a second
 
 
 def test_log_lines_say_loss_rate_mfu_memory_and_time_left():
-    assert log_lines.of_step(ROW, 500, steps_of(), 2, LEFT) == (
+    assert log_lines.step_line(ROW, 500, steps_of(), 2, LEFT) == (
         " step 120/500 | loss 3.2104 | grad norm 0.812 | lr 3.00E-04 | 2,000 tokens/s | "
         "MFU 80.0% | 23.4 GB | 1d 2:03:04 left"
     )
-    unknown = log_lines.of_step(ROW | {"mfu": None}, 500, steps_of(2, 1), 2, LEFT)
+    unknown = log_lines.step_line(ROW | {"mfu": None}, 500, steps_of(2, 1), 2, LEFT)
     assert "MFU" not in unknown
     assert unknown.endswith("left | 2 skipped | 1 nan")
 
 
 def test_a_line_has_the_epochs_of_one_corpus_and_several_have_a_line_of_their_own():
     one = ROW | {"corpus_tokens": {"a": 960}, "corpus_epochs": {"a": 0.1254}}
-    assert log_lines.of_corpora(one) == ""
-    assert log_lines.of_step(one, 500, steps_of(), 2, LEFT).endswith(" left | epoch 0.125")
+    assert log_lines.corpora_line(one) == ""
+    assert log_lines.step_line(one, 500, steps_of(), 2, LEFT).endswith(" left | epoch 0.125")
     two = ROW | {"corpus_tokens": {"a": 9, "b": 7}, "corpus_epochs": {"a": 0.5, "b": 1.0}}
-    assert log_lines.of_corpora(two) == "\n a: 9 tokens, 0.5000 epochs | b: 7 tokens, 1.0000 epochs"
-    assert "epoch" not in log_lines.of_step(two, 500, steps_of(), 2, LEFT)
+    assert (
+        log_lines.corpora_line(two) == "\n a: 9 tokens, 0.5000 epochs | b: 7 tokens, 1.0000 epochs"
+    )
+    assert "epoch" not in log_lines.step_line(two, 500, steps_of(), 2, LEFT)
 
 
 def printed_steps(out: str) -> list[int]:

@@ -184,7 +184,7 @@ def test_a_switch_may_be_in_a_folder_that_the_run_makes(tmp_path, flag):
 def test_only_what_certainly_does_not_fit_is_refused():
     words = "--layers 4 --hidden 64 --heads 4 --vocab-size 1000 --steps 1 --device cpu"
     config = validation.check(command_line.parse(words.split()), 1)
-    table = memory.of_run(config)
+    table = memory.run_memory(config)
     states = sum(table[0][part] for part in ("weights", "gradients", "optimizer"))
     least = max(states, sum(table[0].values()) / 2)
     memory.check_fits(table, config, least)

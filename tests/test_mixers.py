@@ -2,15 +2,21 @@
 layout, or in transformers.
 """
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import compare
 import golden_worker
 import pytest
+import sample_worker
+import task_worker
 import test_golden
+import test_ideas
 import test_muon
 import torch
 from compare import assert_within
+from ranks import ROOT, results_of
 
 import costs.mixer_terms
 import trainer
@@ -232,6 +238,101 @@ def test_a_text_in_pieces_has_the_same_results_and_state(mixer):
             for ours, theirs in zip(cache.states(layer), whole.states(layer), strict=True):
                 assert ours.shape == theirs.shape
                 assert_within(float((ours - theirs).abs().max()), 1e-12)
+
+
+OPTIONS = {"layers": 4, "precision": "fp64", "mixer_blocks": "1:1", "positions": "rotary"}
+OPTIONS |= {"mixer_kernel": 3, "seq_length": 24, "global_batch_size": 4}
+KINDS = [OPTIONS | {"mixer": mixer} for mixer in CLASSES]
+
+
+def test_decoding_in_layouts_is_that_of_one_rank(tmp_path):
+    layouts = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2, "cp_mixer": "heads"}, {"cp": 2, "tp": 2}]
+    layouts += [{"tp": 4, "sequence_parallel": True}, {"pp": 4}, {"zero": 3}]
+    cases = [(case, layout) for case in KINDS for layout in layouts[:2]]
+    cases += [(KINDS[0], layout) for layout in layouts[2:]]
+    jobs = [{"run": case | layout} for case, layout in cases]
+    results = results_of("tests/sample_worker.py", 4, jobs, tmp_path, 900)
+    for (case, layout), result in zip(cases, results, strict=True):
+        config = validation.check(golden_worker.options(case), 1)
+        expected = sample_worker.sampled_steps(config)
+        assert [row["sample"] for row in result] == [row["sample"] for row in expected], layout
+
+
+def test_scores_of_tasks_in_layouts_are_those_of_one_rank(tmp_path):
+    """Continuations share samples, and none reads the state of another."""
+    layouts = [{"tp": 2, "cp": 2, "sequence_parallel": True}, {"pp": 2, "cp": 2}]
+    cases = [(case, layout) for case in KINDS for layout in layouts]
+    jobs = [case | layout for case, layout in cases]
+    results = results_of("tests/task_worker.py", 4, jobs, tmp_path, 900)
+    for (case, _), result in zip(cases, results, strict=True):
+        expected = task_worker.run_case(case, None)
+        for name in ("log_likelihoods", "misses"):
+            compare.assert_close(result[name], expected[name], 1e-11)
+
+
+# How mistakes of public code are written here: the mixer, the file, what is there, what would be
+# wrong, and what check.py has to say.
+MISTAKES = {
+    "packed rows cut wrongly under tp": (
+        "gated_delta_net",
+        "layers/gated_delta_net.py",
+        "self.inputs(x).unflatten(-1, (-1, self.rows))",
+        "self.inputs(x).unflatten(-1, (self.rows, -1)).transpose(2, 3)",
+        "blocks.0.gated_delta_net",
+    ),
+    "the gated norm's gradient not summed over tp": (
+        "gated_delta_net",
+        "layers/gated_delta_net.py",
+        "fill=1.0, partial=True",
+        "fill=1.0",
+        "gated_delta_net.norm.weight",
+    ),
+    "KDA's norm trained from a partial gradient": (
+        "kda",
+        "layers/kimi_delta_attention.py",
+        "fill=1.0, partial=True",
+        "fill=1.0",
+        "kda.norm.weight",
+    ),
+    "the state leaks into the next document": (
+        "mamba2",
+        "layers/mamba2.py",
+        "None, offsets, state, ranks",
+        "None, None, state, ranks",
+        "which it may not see",
+    ),
+    "the convolution reads the document before": (
+        "short_conv",
+        "layers/short_conv.py",
+        "causal_conv(channels, taps, before, offsets)",
+        "causal_conv(channels, taps, before, None)",
+        "which it may not see",
+    ),
+    "segments in the order of ranks": (
+        "gated_delta_net",
+        "distributed/context_parallel.py",
+        "torch.cat([every[group.rank], every[-1 - group.rank]])",
+        "torch.cat([every[group.rank], every[group.rank + 1]])",
+        "blocks.0.gated_delta_net",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_check_finds_the_mistakes_of_public_code(mistake, tmp_path):
+    mixer, path, right, wrong, said = MISTAKES[mistake]
+    code = tmp_path / "code"
+    left_out = shutil.ignore_patterns(".*", "runs", "tests", "benchmarks", "docs", "data", "site")
+    shutil.copytree(ROOT, code, ignore=left_out)
+    text = (code / path).read_text()
+    assert right in text
+    (code / path).write_text(text.replace(right, wrong))
+    options = f"--set mixer={mixer} mixer_blocks=3:1 --reset-attention --eod-token 5"
+    sizes = "--layers 4 --hidden 64 --heads 8 --seq-length 64 --vocab-size 64 --positions rotary"
+    outcome = test_ideas.check(code, f"{sizes} {options}", ("tp 2", "cp 2"))
+    assert outcome.status == 1, outcome
+    assert said in outcome.out
 
 
 # ---- Counts --------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def test_prompts_of_a_corpus_from_before_begin_as_its_documents(windowed, tmp_pa
     assert encoder_of(tmp_path / "c.tokenizer.json").begin == []
     words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --steps 1 --global-batch-size 1"
     run = parse(f"{words} --vocab-size {V} --data {tmp_path}/c".split())
-    for name, contents in model_record.of_corpora(run).files.items():
+    for name, contents in model_record.record_of_corpora(run).files.items():
         (tmp_path / name).write_bytes(contents)
     kept = encoder_of(tmp_path / "tokenizer.json")
     assert (kept.begin, kept.end_token) == ([], "</s>")

@@ -195,7 +195,7 @@ def test_memory_and_time_left_count_the_samples_of_the_run(batch, samples, monke
     assert elements_of_run(run) - elements_of_run(alike) == most - 1
 
     shown: list[int] = []
-    monkeypatch.setattr(log_lines, "of_step", lambda *facts: shown.append(facts[-1]) or "")
+    monkeypatch.setattr(log_lines, "step_line", lambda *facts: shown.append(facts[-1]) or "")
     log = SimpleNamespace(config=run, timeline=Timeline(run), printed=Printed(1), note=shown.append)
     log.total, log.steps = 40, None
     for iteration, consumed in ((21, 160 + batch), (39, samples - batch)):

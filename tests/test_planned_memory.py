@@ -83,7 +83,7 @@ def test_the_gradient_of_a_tied_matrix_is_beside_the_logits():
         shape = "--hidden 1024 --heads 16 --seq-length 1024 --precision bf16 --steps 1"
         batch = "--micro-batch-size 2 --global-batch-size 64 --no-sequence-parallel"
         config = check(parse(f"{shape} {batch} {words}".split()), world)
-        table = memory.of_run(config)
+        table = memory.run_memory(config)
         assert [sum(row.values()) / 1e9 for row in table] == pytest.approx(peaks, rel=0.018)
         if "--pp" not in words and "--zero 3" not in words:
             size = 4 if "fp32" in words else 2
@@ -218,7 +218,7 @@ def test_dense_blocks_keep_no_more_if_experts_get_more_rows():
 def test_a_run_whose_ep_is_not_given_holds_all_experts():
     words = "--layers 2 --hidden 256 --heads 4 --experts 16 --experts-per-token 2 --no-bias"
     words += " --steps 1 --precision bf16 --global-batch-size 8"
-    tables = [memory.of_run(check(parse(f"{words} {ep}".split()), 8)) for ep in ("", "--ep 1")]
+    tables = [memory.run_memory(check(parse(f"{words} {ep}".split()), 8)) for ep in ("", "--ep 1")]
     assert tables[0] == tables[1]
 
 

@@ -71,7 +71,7 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_planner_says(rehearsals, name):
     run = rehearsals[name]
-    for stage, parts in enumerate(memory.of_run(run.config, node=run.node)):
+    for stage, parts in enumerate(memory.run_memory(run.config, node=run.node)):
         peak = max(record.step_peak for record in run.records if record.stage == stage)
         assert peak == pytest.approx(sum(parts.values()), rel=0.04), stage
 

@@ -42,14 +42,14 @@ def findings(config: Config, context: Context) -> Iterator[str]:
     state = trainer.build(config, context, LEAST_BUCKET)
     try:
         batches = state.reader.batches(splits.train, 0, state.timeline)
-        found = (_of_visibility(state, batches(index)) for index in range(SAMPLES))
+        found = (_visibility_findings(state, batches(index)) for index in range(SAMPLES))
         yield from next(filter(None, map(list, found)), [])
     finally:
         state.reader.close()
     state = trainer.build(config, context, LEAST_BUCKET)
     state.factory.loss_weight.adds_terms = False  # as auxiliary losses, they are not in the loss
     try:
-        yield from _of_gradients(state, splits)
+        yield from _gradient_findings(state, splits)
     finally:
         state.reader.close()
 
@@ -58,7 +58,7 @@ def findings(config: Config, context: Context) -> Iterator[str]:
 
 
 @torch.no_grad()
-def _of_visibility(state: trainer.TrainState, batch: Batch) -> Iterator[str]:
+def _visibility_findings(state: trainer.TrainState, batch: Batch) -> Iterator[str]:
     """Yield a sentence for the first token that sees too much, and for one that sees too little."""
     (stage,) = state.stages
     vocabulary = state.config.model.vocab_size
@@ -123,7 +123,7 @@ def _dependence(config: Config, batch: Batch) -> tuple[Tensor, Tensor]:
 # ---- Gradients -----------------------------------------------------------------------------------
 
 
-def _of_gradients(state: trainer.TrainState, splits: data.Splits) -> Iterator[str]:
+def _gradient_findings(state: trainer.TrainState, splits: data.Splits) -> Iterator[str]:
     """Yield a sentence if gradients are not the derivatives of the loss."""
     gradients: dict[str, Tensor] = {}
 

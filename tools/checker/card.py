@@ -1,6 +1,6 @@
 """The page of `check.py --cluster`: what came of each part, as data and as text.
 
-part = of_network(folder)        reads what a part has written
+part = network_result(folder)        reads what a part has written
 write(card, folder)              card.json, and card.md: a page for an issue
 """
 
@@ -29,7 +29,7 @@ LOSS_TOLERANCE = 1e-3  # of fp32 losses after dozens of steps, where rounding gr
 MOST_RANKS_SHOWN = 64
 
 
-def of_launch(context: Any, given: Any) -> dict[str, Any]:
+def launch_facts(context: Any, given: Any) -> dict[str, Any]:
     """Return what is known before the first part: launch, nodes and versions."""
     import torch
 
@@ -39,7 +39,7 @@ def of_launch(context: Any, given: Any) -> dict[str, Any]:
     return {"about": about}
 
 
-def of_network(folder: Path, device: str) -> dict[str, Any]:
+def network_result(folder: Path, device: str) -> dict[str, Any]:
     """Return the bandwidths; the part is as it should be if no pair is slow.
 
     On CPU ranks slow pairs are only named: other programs on the cores make a pair slow.
@@ -51,7 +51,7 @@ def of_network(folder: Path, device: str) -> dict[str, Any]:
     return part
 
 
-def of_layouts(folder: Path) -> dict[str, Any]:
+def layouts_result(folder: Path) -> dict[str, Any]:
     """Return the layouts; the part is as it should be if all are equal to one rank."""
     lines = (folder / "layouts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -68,13 +68,13 @@ def _losses(path: Path) -> dict[int, float]:
     return {row["iteration"]: row["loss"] for row in rows if "grad_norm" in row}
 
 
-def of_straight(folder: Path) -> dict[str, Any]:
+def straight_result(folder: Path) -> dict[str, Any]:
     """Return the steps of the small run."""
     losses = _losses(folder / "straight" / "metrics.jsonl")
     return {"found": {"steps": max(losses), "last_loss": losses[max(losses)]}}
 
 
-def of_killed(folder: Path, victim: int, statuses: list[int | None]) -> dict[str, Any]:
+def killed_result(folder: Path, victim: int, statuses: list[int | None]) -> dict[str, Any]:
     """Return who was named; the part is as it should be if it is the victim, and all have ended."""
     if all(status == 0 for status in statuses):
         return {"status": "not killed", "why": "the run ended before its rank was killed"}
@@ -94,7 +94,7 @@ def of_killed(folder: Path, victim: int, statuses: list[int | None]) -> dict[str
     return part
 
 
-def of_resumed(folder: Path, layout: list[str]) -> dict[str, Any]:
+def resumed_result(folder: Path, layout: list[str]) -> dict[str, Any]:
     """Return how far losses are from those of the run that was not killed."""
     straight = _losses(folder / "straight" / "metrics.jsonl")
     resumed = _losses(folder / "killed" / "metrics.jsonl")
@@ -108,7 +108,7 @@ def of_resumed(folder: Path, layout: list[str]) -> dict[str, Any]:
     return part
 
 
-def of_model(folder: Path, gpu: str | None) -> dict[str, Any]:
+def model_result(folder: Path, gpu: str | None) -> dict[str, Any]:
     """Return speed and memory of the model, and the planner's numbers, if it knows the machine."""
     run = folder / "model"
     facts = run_files.facts_of(str(run))
@@ -128,7 +128,7 @@ def of_model(folder: Path, gpu: str | None) -> dict[str, Any]:
     found["notes"] += [line for line in said if line.startswith("note") and line not in log]
     kind = cluster["places"][0]["device"].partition(":")[0]
     machine = hardware.load(gpu or "cpu") if gpu or kind == "cpu" else None
-    machine = machine or hardware.of_device(cluster["device"])
+    machine = machine or hardware.machine_with_device(cluster["device"])
     if machine is None:
         found["planned"] = None
         return {"found": found}

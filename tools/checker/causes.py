@@ -168,7 +168,14 @@ def explanations(reference: Reference, difference: Difference, layout: Layout) -
     if not all(np.isfinite(part.piece.values).all() for part in wrong):
         return ["it has numbers that are not finite"]
     found: list[str] = []
-    for explain in (_of_sums, _of_terms, _of_factors, _of_steps, _of_vectors, _of_places):
+    for explain in (
+        _missing_sums,
+        _repeated_terms,
+        _wrong_factors,
+        _stale_steps,
+        _wrong_vectors,
+        _wrong_elements,
+    ):
         found += explain(reference, difference, layout)
     return list(dict.fromkeys(found))[:2]
 
@@ -181,7 +188,7 @@ def _fits(values: np.ndarray, expected: np.ndarray, scale: float) -> bool:
     return values.shape == expected.shape and bool(np.abs(values - expected).max() <= CLOSE * scale)
 
 
-def _of_sums(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _missing_sums(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """The ranks along an axis hold terms of the sum, or the sum counts something several times."""
     for axis in ("tp", "cp", "dp", "pp"):
         size = getattr(layout, axis) or 1
@@ -220,7 +227,7 @@ def _groups(difference: Difference, axis: str) -> list[list[TensorPart]]:
     return wrong if len(alike) == len(groups) else []
 
 
-def _of_factors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_factors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """All values are one rank's times a number."""
     values = np.concatenate([p.piece.values.ravel() for p in difference.wrong]).astype(float)
     expected = np.concatenate([p.expected.ravel() for p in difference.wrong]).astype(float)
@@ -255,7 +262,7 @@ def _of_factors(reference: Reference, difference: Difference, layout: Layout) ->
         yield f"{factor:.6g} times one rank's"
 
 
-def _of_steps(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _stale_steps(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """The values are those of the step before, or have them in them.
 
     Weights always have, and an update that decays them otherwise is off by a share of them.
@@ -304,7 +311,7 @@ def _is_vector(off: np.ndarray, scale: float) -> bool:
     return bool(np.abs(off - off[:1, :1]).max() <= CLOSE * scale * 1e-2)
 
 
-def _of_vectors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_vectors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """Every token has the same vector too much: perhaps a bias, several times."""
     step = difference.key[0]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
@@ -328,7 +335,7 @@ def _of_vectors(reference: Reference, difference: Difference, layout: Layout) ->
     yield "every token has the same vector too much: as if a bias were added on several ranks"
 
 
-def _of_places(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_elements(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """The tokens' rows are those of other tokens."""
     whole = reference.tensors[difference.key]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
@@ -358,7 +365,7 @@ def _of_places(reference: Reference, difference: Difference, layout: Layout) -> 
         yield f"sample {sample} has those of sample {b}: as if a replica read another's samples"
 
 
-def _of_terms(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _repeated_terms(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
     """A matrix's gradient is that of some of the tokens: a sum over the others is missing."""
     step, kind, name = difference.key
     module, _, last = name.rpartition(".")

@@ -40,13 +40,13 @@ from distributed.launch import Launch, discover
 from distributed.local_ranks import RankPlace, environment_of_rank, free_port
 from tools.checker.card import (
     RIGHT,
-    of_killed,
-    of_launch,
-    of_layouts,
-    of_model,
-    of_network,
-    of_resumed,
-    of_straight,
+    killed_result,
+    launch_facts,
+    layouts_result,
+    model_result,
+    network_result,
+    resumed_result,
+    straight_result,
     verdict,
     write,
 )
@@ -184,7 +184,7 @@ class Agent:
         if first:
             options = {"device": self.device, "line_rate": self.given.line_rate, "seconds": 1.0}
             (self.out / "options.json").write_text(json.dumps(options))
-            self.card |= of_launch(self.context, self.given)
+            self.card |= launch_facts(self.context, self.given)
         self.exchange.agree(None, lambda values: None, "ready")
         for name in SHARES:
             if name in self.given.parts:
@@ -207,17 +207,17 @@ class Agent:
     def _network(self) -> None:
         """Measure the network."""
         statuses = self._start("network", self._worker("network"))
-        self._end("network", statuses, lambda: of_network(self.out, self.device))
+        self._end("network", statuses, lambda: network_result(self.out, self.device))
 
     def _layouts(self) -> None:
         """Compare layouts with one rank, on some of the ranks: the first ones of each node."""
         statuses = self._start("layouts", self._worker("layouts"), ranks=self._few_ranks())
-        self._end("layouts", statuses, lambda: of_layouts(self.out))
+        self._end("layouts", statuses, lambda: layouts_result(self.out))
 
     def _straight(self) -> None:
         """Train the small run to its end."""
         statuses = self._start("straight", self._train("straight", self._layout(0)))
-        self._end("straight", statuses, lambda: of_straight(self.out))
+        self._end("straight", statuses, lambda: straight_result(self.out))
 
     def _killed(self) -> None:
         """Train the small run, and kill the last rank when a checkpoint is there."""
@@ -230,14 +230,14 @@ class Agent:
         kill = is_saved if self.context.rank == victim else None
         words = self._train("killed", self._layout(0))
         statuses = self._start("killed", words, kill=kill, follows=False)
-        found = partial(of_killed, self.out, victim, statuses)
+        found = partial(killed_result, self.out, victim, statuses)
         self._end("killed", statuses, found, fails=True)
 
     def _resumed(self) -> None:
         """Go on with the killed run in another layout."""
         words = [*self._train("killed", self._layout(1)), "--resume", "auto"]
         statuses = self._start("resumed", words)
-        self._end("resumed", statuses, lambda: of_resumed(self.out, self._layout(1)))
+        self._end("resumed", statuses, lambda: resumed_result(self.out, self._layout(1)))
 
     def _model(self) -> None:
         """Train a model that others know, with replicas of it alone."""
@@ -245,7 +245,7 @@ class Agent:
         words += ["--steps", str(STEPS_OF_KNOWN), "--log-every", "1"]
         words += ["--out", str(self.out / "model"), "--device", self.device]
         statuses = self._start("model", words)
-        self._end("model", statuses, lambda: of_model(self.out, self.given.gpu))
+        self._end("model", statuses, lambda: model_result(self.out, self.given.gpu))
 
     # ---- What parts run --------------------------------------------------------------------------
 

@@ -186,13 +186,13 @@ class Worlds:
                 waiting = []
             while waiting and len(self.busy) < self.at_once:
                 number, (size, job) = waiting.pop(0)
-                world = self._of_size(size)
+                world = self._world(size)
                 world.begin(number, job)
                 self.busy.append(world)
             if self.busy:
                 yield from self._ended()
 
-    def _of_size(self, size: int) -> World:
+    def _world(self, size: int) -> World:
         """Return an idle world of this size, or a new one."""
         for world in self.idle:
             if world.size == size:

@@ -77,10 +77,10 @@ def verdict(
             yield f"  where   only with {' or '.join(names)}"
         first = simplest(group)
         if first.failure is not None:
-            yield from _of_failure(first)
+            yield from _failure_lines(first)
         else:
             of_first = reference if reference_of is None else reference_of(first)
-            yield from _of_difference(of_first, first)
+            yield from _difference_lines(of_first, first)
     yield from _rounding(reference)
 
 
@@ -97,14 +97,14 @@ def separate(wrong: Sequence[Outcome], equal: Sequence[Layout]) -> Iterator[list
     """
     left = list(wrong)
     while left:
-        of_first = _of_its_cause(simplest(left), left, equal)
+        of_first = _cause_lines(simplest(left), left, equal)
         yield [outcome for outcome, is_of_first in zip(left, of_first, strict=True) if is_of_first]
         left = [
             outcome for outcome, is_of_first in zip(left, of_first, strict=True) if not is_of_first
         ]
 
 
-def _of_its_cause(first: Outcome, wrong: Sequence[Outcome], equal: Sequence[Layout]) -> list[bool]:
+def _cause_lines(first: Outcome, wrong: Sequence[Outcome], equal: Sequence[Layout]) -> list[bool]:
     """Return for each outcome whether it may have the cause of the first one."""
     alike = [_signature(outcome) == _signature(first) for outcome in wrong]
     own = own_traits(
@@ -190,7 +190,7 @@ def simplest(wrong: Sequence[Outcome]) -> Outcome:
     return min(wrong, key=size)
 
 
-def _of_failure(outcome: Outcome) -> Iterator[str]:
+def _failure_lines(outcome: Outcome) -> Iterator[str]:
     """Yield what is known of a layout that fails or hangs."""
     failure = outcome.failure
     assert failure is not None  # the caller has looked
@@ -204,7 +204,7 @@ def _of_failure(outcome: Outcome) -> Iterator[str]:
         yield from (f"          {printable(text.strip())}" for text in last[1:])
 
 
-def _of_difference(reference: Reference, outcome: Outcome) -> Iterator[str]:
+def _difference_lines(reference: Reference, outcome: Outcome) -> Iterator[str]:
     """Yield the first tensor that differs, the operation before it, and what it may be."""
     difference, layout = outcome.difference, outcome.layout
     assert difference is not None  # the caller has looked

@@ -120,7 +120,7 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     # has ep times the mean number of rows.
     all_rows_on_one_rank = float(run.config.layout.ep or 1)
     rows_over_mean = all_rows_on_one_rank if run.routing == ONE_RANK else 1.0
-    predicted = sum(memory.of_run(run.config, rows_over_mean, run.node)[stage].values())
+    predicted = sum(memory.run_memory(run.config, rows_over_mean, run.node)[stage].values())
     return {
         "stage": stage,
         "rank": fullest.rank,

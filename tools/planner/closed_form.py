@@ -119,10 +119,10 @@ class ClosedForm:
         self.job = table.job
         self.ranks = ranks or ChosenRanks.of(table)
 
-    def of_rows(self, rows: np.ndarray) -> "ClosedForm":
+    def take_rows(self, rows: np.ndarray) -> "ClosedForm":
         """Return an object like this for some of the table's rows; rows: their indices."""
         return ClosedForm(
-            self.table.of_rows(rows), ChosenRanks(*(column[rows] for column in self.ranks))
+            self.table.take_rows(rows), ChosenRanks(*(column[rows] for column in self.ranks))
         )
 
     # ---- Bytes --------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Table:
         tp, pp, micro_batch = self.places.T
         return (tp * (pp.max() + 1) + pp) * (micro_batch.max() + 1) + micro_batch
 
-    def of_rows(self, rows: np.ndarray) -> "Table":
+    def take_rows(self, rows: np.ndarray) -> "Table":
         """Return a table that has only some of this table's rows; rows: their numbers."""
         varied = {name: getattr(self, name)[rows] for name in ("way", *VARIED)}
         return replace(self, **varied)

@@ -195,11 +195,11 @@ class Kept:
         if "layernorm" not in engine.recomputed:
             norms += self.of_input * 2 * model.hidden
         if engine.layers:
-            return self.of_layers() + self.of_experts(), norms
-        inside, latents = self.of_attention()
-        return inside + self.of_mlp() + self.of_experts(), norms + latents
+            return self.layer_bytes() + self.expert_bytes(), norms
+        inside, latents = self.attention_bytes()
+        return inside + self.mlp_bytes() + self.expert_bytes(), norms + latents
 
-    def of_attention(self) -> tuple[float, float]:
+    def attention_bytes(self) -> tuple[float, float]:
         """Return the bytes of queries, keys, values and results, and those of latents."""
         model = self.job.model
         result = (2.0 + self.of_input * (self.of_input < 2)) * model.attention_width
@@ -213,7 +213,7 @@ class Kept:
         latents = model.q_lora_rank + model.kv_lora_rank
         return up + result, (2.0 + self.of_input) * latents + 2.0 * model.qk_rope_head_dim
 
-    def of_mlp(self) -> float:
+    def mlp_bytes(self) -> float:
         """Return the bytes of the MLP that every token takes: the only one, or the shared one."""
         model = self.job.model
         recomputed = "mlp" if model.experts == 1 else "moe"
@@ -222,7 +222,7 @@ class Kept:
         width = model.ffn_hidden if model.experts == 1 else model.shared_ffn_hidden
         return (2.0 * model.up_matrices + self.of_input) * width
 
-    def of_experts(self) -> Column:
+    def expert_bytes(self) -> Column:
         """Return the bytes of rows that came to this GPU's experts, and of the experts' MLPs."""
         model, engine = self.job.model, self.engine
         if model.experts == 1 or "moe" in engine.recomputed:
@@ -234,7 +234,7 @@ class Kept:
             each += self.of_input * ffn
         return model.experts_per_token * self.job.rows_over_mean * each
 
-    def of_layers(self) -> float:
+    def layer_bytes(self) -> float:
         """Return the bytes of `layers`: inputs and outputs that are not as wide as the block."""
         model = self.job.model
         found = 0.0

@@ -35,7 +35,7 @@ from config.validation import check_split
 from costs import hardware
 from costs.job import Job
 from costs.partition_costs import part_costs
-from schedules.orders import build, of_layout
+from schedules.orders import build, schedule_for
 from schedules.partition import PartCosts, balanced, placement, stage_specs
 from schedules.schedule import Action, Schedule
 from schedules.simulation import Timing, makespan, simulate_each
@@ -377,7 +377,7 @@ def gap(run: str, name: str | None = None) -> Answer:
         seconds = sum(row.spent.get(phase, 0.0) for row in rows for phase in phases)
         causes[cause] = seconds / step_count
     total = steps.measured + causes["saving"] + causes["evaluation"]
-    machine = hardware.load(name) if name else hardware.of_device(device)
+    machine = hardware.load(name) if name else hardware.machine_with_device(device)
     plan = _planned(config, steps.order, machine) if machine else {}
     if plan:
         # A measured backward pass contains the recomputation, so its seconds are divided between
@@ -435,7 +435,7 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[MeasuredStep]
     # All passes divided by it are the step's micro-batches.
     passes = (3 if layout.splits_backward else 2) * layout.stages_per_rank
     try:
-        order = of_layout(layout, newest.shape[1] // passes)
+        order = schedule_for(layout, newest.shape[1] // passes)
         return rows, MeasuredSteps(chosen, layout, order)
     except ValueError as error:
         raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None

@@ -16,7 +16,7 @@ from costs.auto_schedule import decide_layout, note
 from costs.job import Job
 from costs.partition_costs import specs_of
 from schedules import partition, simulation
-from schedules.orders import of_layout
+from schedules.orders import schedule_for
 from tools.planner.questions import BILLION, Answer, Question
 
 
@@ -103,7 +103,7 @@ def timeline(question: Question) -> Answer:
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
     layout, choice = decide_layout(job)
-    job, order = job._replace(layout=layout), of_layout(layout, count)
+    job, order = job._replace(layout=layout), schedule_for(layout, count)
     slots = simulation.simulate(order, step_time.action_seconds(job))
     events = [
         simulation.trace_event(str(slot.action), 0, stage, slot.start, slot.end)

@@ -229,7 +229,7 @@ class _Search:
         # The numbers of the rows that may fit at all; `fits` and `closed` have only these rows.
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
-        self.closed = closed.of_rows(self.rows)
+        self.closed = closed.take_rows(self.rows)
         # By whether risky rows are accepted, the likely and the least seconds of these rows.
         self.seconds: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.

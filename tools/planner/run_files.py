@@ -141,7 +141,7 @@ def facts_of(path: str) -> dict[str, Any]:
 
     path: the run.json itself, the folder of the run, or a checkpoint of the run.
     """
-    found = families.of_run(path) if Path(path).is_dir() else path
+    found = families.run_file_in(path) if Path(path).is_dir() else path
     if found is None:
         raise UserError(f"{path} is no run's folder and no checkpoint of one: there is no run.json")
     facts = families.read_object(found)

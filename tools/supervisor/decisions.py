@@ -253,7 +253,7 @@ class Journal:
     @property
     def has_left_out(self) -> bool:
         """Whether a node was ever left out in this start of the Slurm job."""
-        return any(entry.decision.out for entry in self._of_this_start())
+        return any(entry.decision.out for entry in self._entries_of_start())
 
     def silent(self) -> set[str]:
         """Return the nodes that were left out because they did not answer; they may come back."""
@@ -267,7 +267,7 @@ class Journal:
         silent_by_node: dict[str, bool] = {}
         # Repeat all decisions of this start, oldest first. Nodes that were left out are added, with
         # whether they did not answer; nodes that can be used again are removed.
-        for entry in self._of_this_start():
+        for entry in self._entries_of_start():
             for node in entry.decision.out:
                 silent_by_node[node] = node in entry.evidence.silent
             for node in entry.decision.back:
@@ -281,12 +281,12 @@ class Journal:
         """
         # The newest decision about the layout counts: to use fewer nodes (`used`), or to return to
         # the user's layout (`back`, with `used` 0 and no flags).
-        for entry in reversed(self._of_this_start()):
+        for entry in reversed(self._entries_of_start()):
             if entry.decision.used or entry.decision.back:
                 return entry.decision.used, entry.decision.flags
         return 0, ()
 
-    def _of_this_start(self) -> list[Entry]:
+    def _entries_of_start(self) -> list[Entry]:
         """Return the entries of this start of the Slurm job, the oldest first."""
         return [entry for entry in self.entries if entry.job == self.job]
 
