@@ -136,9 +136,12 @@ class Family:
         for name, allowed in self.options.items():  # a value is kept if the family allows it
             value = getattr(model, name)
             values[name] = value if value in allowed else allowed[0]
-        values |= self.odd.read(self.odd.write(model, _plain_fields(model, self)), values, [])
+        config = _plain_fields(model, self)
+        config |= self.odd.write(model, config)
+        lacks: list[str] = []
+        values |= self.odd.read(config, values, lacks)
         nearest = ModelShape(**values)  # the family's model that is most like `model`
-        texts = []
+        texts = [f"other fields ({'; '.join(lacks)})"] if lacks else []
         scalings = {model.rotary_scaling}
         if self.rope_by_kind is None and model.window:
             scalings.add(model.window_rotary_scaling)
@@ -329,8 +332,10 @@ def _odd_fields(
         both = config | written
         written |= {"rope_parameters": both["rope_parameters"] | unused}
     kept = {name: came[name] for name in odd.names if name in came}
+    if not kept:
+        return written
     options = from_config(config | written, "config.json")[0]
-    if kept and odd.read(config | kept, options, []) == odd.read(config | written, options, []):
+    if odd.read(config | kept, options, []) == odd.read(config | written, options, []):
         return {name: value for name, value in written.items() if name not in odd.names} | kept
     return written
 

@@ -361,7 +361,7 @@ class OlmoHybrid(Hybrid):
         """Return the mixer, its norms, and whether attention has positions."""
         found = super().read(config, options, lacks)
         if found.get("mixer_blocks", "all") == "all":
-            lacks.append("layer_types has not both linear_attention and full_attention")
+            lacks.append("layer_types has one type; here linear_attention and full_attention")
         rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 1.0)}
         has_positions = not isinstance(rope, dict) or rope.get("rope_theta", 1.0) is not None
         blocks = "all" if has_positions else "none"

@@ -397,6 +397,67 @@ def check_without_windows(again, shape: schema.ModelShape) -> None:
         assert theirs(tokens).logits.isfinite().all()
 
 
+HYBRID = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+HYBRID |= {"block": "post-norm", "qk_norm": "full", "mixer": "gated_delta_net", "tied": False}
+HYBRID |= {"mixer_pre_norm": True, "mixer_norm_eps": 1e-5, "mixer_blocks": "3:1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, None),
+        ({"mixer_blocks": "1,1,1,0"}, None),  # the same blocks in another spelling
+        ({"rotary_blocks": "none"}, None),
+        ({"mixer_blocks": "all"}, "one type; here linear_attention and full_attention"),
+        ({"mixer": "kda"}, "mixer gated_delta_net, not kda"),
+        ({"mixer_pre_norm": False}, "mixer_pre_norm True, not False"),
+        ({"mixer_norm_eps": 0.0}, "mixer_norm_eps 1e-05, not 0.0"),
+        ({"rotary_blocks": "1:1"}, "rotary_blocks all, not 1:1"),
+        ({"attention_gate": True}, "attention_gate False, not True"),
+    ],
+)
+def test_a_hybrid_that_is_no_olmo_hybrid_says_what_it_needs(changes, needed):
+    shape = schema.ModelShape(4, 48, 6, **HYBRID | changes)
+    if needed is None:
+        assert families.family_of(shape, "olmo_hybrid").name == "olmo_hybrid"
+        return
+    with pytest.raises(UserError, match=needed):
+        families.family_of(shape, "olmo_hybrid")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("lfm2", {"conv_bias": True}, "conv_bias is True; here it is False"),
+        ("lfm2", {"layer_types": ["mamba", FULL, "conv"]}, "layer_types has 'mamba'; here: conv"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias is True; here it is False"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "here it is the first blocks"),
+        ("olmo_hybrid", {"layer_types": ["linear_attention"] * 4}, "layer_types has one type"),
+        ("granite", {"mlp_bias": True}, "mlp_bias is True; here it is False"),
+    ],
+)
+def test_what_a_hybrid_here_does_not_have_is_refused_by_name(family, changes, sentence):
+    config = CASES[family] | {"model_type": family, "vocab_size": V} | changes
+    _, lacks = families.from_config(config, "config.json")
+    assert [lack for lack in lacks if sentence in lack]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("lfm2", {"layer_types": ["conv"]}, "config.json: layer_types is .*, not a list of 3"),
+        ("lfm2", {"intermediate_size": "wide"}, "the width of the MLP needs numbers above 0"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval is 0, not a"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier is 0, not a number above 0"),
+        ("minimax_m2", {"rotary_dim": "4"}, "rotary_dim is '4', not a number of columns"),
+    ],
+)
+def test_an_odd_field_of_another_type_is_one_sentence(family, changes, sentence):
+    config = CASES[family] | {"model_type": family, "vocab_size": V} | changes
+    with pytest.raises(UserError, match=sentence):
+        families.from_config(config, "config.json")
+
+
 def test_a_bloom_that_leaves_a_bias_out_is_refused():
     """With slow_but_exact, transformers adds no bias to its products in slices."""
     fields = CASES["bloom"] | {"model_type": "bloom", "pretraining_tp": 2, "slow_but_exact": True}
