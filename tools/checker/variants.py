@@ -91,7 +91,7 @@ class CheckPlan:
     """What a check runs.
 
     layouts: of the small run. others: the variants. ranks: the most of a layout. is_named: whether
-    the user has named the layouts.
+    the user has named the layouts; is_limited: whether so many layouts were asked for.
     """
 
     small: Config
@@ -99,6 +99,7 @@ class CheckPlan:
     others: list[Variant]
     ranks: int
     is_named: bool
+    is_limited: bool = False
 
     @property
     def every(self) -> list[Layout]:
@@ -114,7 +115,9 @@ class CheckPlan:
         line = f"{number} of up to {most} ranks, each against one rank in {precision}"
         parts = [f"{len(each.layouts)} with {each.name}" for each in self.others]
         yield f"{line}; {', '.join(parts)}" if parts else line
-        if not self.is_named:
+        if self.is_limited:
+            yield f"not covered: most pairs of axes; without --layouts, those of {self.ranks} ranks"
+        elif not self.is_named:
             yield not_covered(every, self.ranks)
 
     def resumes(self) -> list[Resume]:
@@ -155,7 +158,7 @@ def plan_of(
         layouts = [layout for layout in made if layout is not None and ranks_of(layout) <= ranks]
         if layouts:
             others.append(Variant(name, sizes, config, layouts[:few]))
-    return CheckPlan(small, cover(small, ranks, count), others, ranks, False)
+    return CheckPlan(small, cover(small, ranks, count), others, ranks, False, count is not None)
 
 
 def _named(small: Config, user: Config, named: Sequence[str]) -> tuple[list[Layout], list[Variant]]:
