@@ -207,7 +207,8 @@ class Block(nn.Module):
         )
         self.add_module(self.mixer_name, mixer)
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
-        self.is_sandwich = model.block == "sandwich"
+        self.kind = model.block_of(index)  # --block: where the norms are
+        self.is_sandwich = self.kind == "sandwich"
         if self.is_sandwich:  # norms of the outputs too
             self.attention_post_norm = Norm(factory, f"{name}.attention_post_norm", model)
             self.mlp_post_norm = Norm(factory, f"{name}.mlp_post_norm", model)
@@ -215,7 +216,7 @@ class Block(nn.Module):
         make_mlp = _expert_mlp if self.has_experts else MLP
         self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"  # the backward pass runs the whole block again
-        self.kind = model.block  # --block: where the norms are
+        self.multiplier = model.residual_multiplier
 
     @property
     def mixer(self) -> nn.Module:
@@ -261,19 +262,26 @@ class Block(nn.Module):
         mlp: Callable[[Tensor], Tensor] = self.mlp
         if self.has_experts:
             mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
+        scaled = self._scaled
         if self.kind == "post-norm":  # norms after attention and MLP; the others: before
             x = x if y is None else x + y
-            x = x + self.attention_norm(self.mixer(x, mask, rotary, cache, tokens))
-            return x, self.mlp_norm(mlp(x))
+            x = x + scaled(self.attention_norm(self.mixer(x, mask, rotary, cache, tokens)))
+            return x, scaled(self.mlp_norm(mlp(x)))
         x, normed = self.attention_norm.add_and_normalise(x, y)
         y = self.mixer(normed, mask, rotary, cache, tokens)
         if self.is_sandwich:
-            x, normed = self.mlp_norm.add_and_normalise(x, self.attention_post_norm(y))
-            return x, self.mlp_post_norm(mlp(normed))
+            y = scaled(self.attention_post_norm(y))
+            x, normed = self.mlp_norm.add_and_normalise(x, y)
+            return x, scaled(self.mlp_post_norm(mlp(normed)))
+        y = scaled(y)
         if self.kind == "parallel":  # attention and MLP take the same x
-            return x + y, mlp(self.mlp_norm(x))
+            return x + y, scaled(mlp(self.mlp_norm(x)))
         x, normed = self.mlp_norm.add_and_normalise(x, y)
-        return x, mlp(normed)
+        return x, scaled(mlp(normed))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        """Return what is added to the residual stream for a result of attention or MLP."""
+        return y if self.multiplier == 1.0 else y * self.multiplier
 
 
 TOKENS = "embedding.tokens.weight"  # the name of the embedding's matrix in a checkpoint
@@ -336,6 +344,7 @@ class Embedding(nn.Module):
             shape = (model.max_positions, h)
             self.positions = factory.parameter(name, shape, std=factory.std, decay=True)
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
+        self.multiplier = model.embedding_multiplier
         self.scale: Tensor | None = None  # in the precision of the weights, as Gemma's
         if model.embedding_scaled:
             self.scale = torch.tensor(h**0.5, dtype=factory.dtype, device=factory.device)
@@ -348,6 +357,8 @@ class Embedding(nn.Module):
         x = self.tokens(tokens)
         if self.scale is not None:
             x = x * self.scale
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.positions is not None:
             if positions is None:
                 tp_size = self.sequence_group.size if self.sequence_group else 1
@@ -387,6 +398,7 @@ class Head(nn.Module):
         self.factory = factory
         self.shared = False  # whether the embedding uses this matrix too
         self.softcap = model.logit_softcap  # 0: none
+        self.divisor = model.logit_divisor
         self.norm = Norm(factory, "head.norm", model)
         self.weight: nn.Parameter
         if model.tied and embedding is not None:
@@ -405,6 +417,8 @@ class Head(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's columns of the logits for x (s, b, h), with padding: (s, b, V/tp)."""
         logits = column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
         if not self.softcap:
             return logits
         # The loss overwrites the last product's result, which no backward pass reads.

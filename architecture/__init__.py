@@ -9,5 +9,6 @@ model_stats      parameters and FLOPs of a model
 mixer_stats      tensors, parameters and FLOPs of a mixer in the place of attention
 tensors          names and shapes of the tensors of a model; how a changed model differs
 dispatch         how often a token is sent to the nodes of its experts
+odd_families     what some families have that no plain field of families.toml says
 families         config.json of transformers in and out (families.toml), shapes of runs
 """

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from architecture.block_attention import flags_of, pattern_of
+from architecture.odd_families import ODD, NoPositions, OddFamily
 from architecture.rotary_scaling import ROTARY_SCALING, rotary_scaling
 from architecture.shape import ModelShape
 from base.errors import UserError
 from base.regular_files import MOST_OF_OBJECT, open_regular
 
 SHARED = "n_shared_experts"  # the width of the shared MLP over that of an expert
-OF_MLP_ALONE = "mlp_only_layers"  # config.json's list of the numbers of the blocks without experts
 # Some options have other values in config.json than here. For each of these options the table has
 # our value for each of theirs. If several of theirs mean the same, the first of them is written.
 _VALUES: dict[str, dict[Any, Any]] = {
@@ -42,6 +42,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
         "swish": "swiglu",
     },
     "block": {True: "parallel", False: "pre-norm"},
+    "qk_norm": {True: "head", False: "none"},
 }
 # Options that are 0 here where config.json has null.
 _NULL_IS_ZERO = ("attention_softcap", "logit_softcap", "shared_ffn_hidden")
@@ -53,8 +54,6 @@ WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_ty
 PERIOD = (
     "sliding_window_pattern"  # every block of this number has no window, in families that say so
 )
-# The fields with the blocks that have rotary positions, in families with `nope`.
-NOPE = ("no_rope_layers", "no_rope_layer_interval")
 # The fields of rotary positions. The last two may stand beside or inside of the first two.
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 FULL = "full_attention"  # in layer_types
@@ -101,13 +100,15 @@ class Family:
     window_period: bool = False
     rope_by_kind: tuple[str, float] | None = None
     scalings: list[str] = field(default_factory=list)
-    nope: int = 0
+    odd: OddFamily = ODD["nothing"]
     default_rope: dict[str, Any] = field(default_factory=dict)
     stacked_experts: bool = False
     values: dict[str, dict[Any, Any]] = field(default_factory=dict)
     transposed: bool = False
     qkv: str = "head"
     skipped_rows: int = 0
+    interleaved: bool = False
+    rows: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def has_rotary(self) -> bool:
@@ -129,16 +130,18 @@ class Family:
                 copied.add("window_blocks")
         if self.rope_by_kind is not None:
             copied |= {"window_rotary_base", "window_rotary_scaling"}
-        if self.nope:
-            copied.add("rotary_blocks")
         if "kv_lora_rank" in self.fields and rotary_scaling(model.rotary_scaling)[1]:
             copied.add("query_scalar")  # by mscale_all_dim
         values = {name: getattr(model, name) for name in copied}
         for name, allowed in self.options.items():  # a value is kept if the family allows it
             value = getattr(model, name)
             values[name] = value if value in allowed else allowed[0]
+        config = _plain_fields(model, self)
+        config |= self.odd.write(model, config)
+        lacks: list[str] = []
+        values |= self.odd.read(config, values, lacks)
         nearest = ModelShape(**values)  # the family's model that is most like `model`
-        texts = []
+        texts = [f"other fields ({'; '.join(lacks)})"] if lacks else []
         scalings = {model.rotary_scaling}
         if self.rope_by_kind is None and model.window:
             scalings.add(model.window_rotary_scaling)
@@ -152,7 +155,7 @@ class Family:
             unused |= name == "max_positions" and model.positions != "learned"
             unused |= name.startswith("window_") and not model.window
             unused |= name.startswith("swiglu_") and model.activation != "clamped_swiglu"
-            if getattr(nearest, name) != value and not unused:
+            if not unused and not _is_same(name, value, getattr(nearest, name), model.layers):
                 needed = self.options.get(name, [getattr(nearest, name)])
                 texts.append(f"{name} {' or '.join(map(str, needed))}, not {value}")
         return texts + self._least(model)
@@ -172,6 +175,19 @@ class Family:
         return texts
 
 
+def _is_same(name: str, value: Any, other: Any, layers: int) -> bool:
+    """Return whether two values of an option make the same model.
+
+    Patterns of blocks may have several spellings, and a number may be one that was rounded when the
+    file's field, of which it is a function, was written.
+    """
+    if name.endswith("_blocks"):
+        return flags_of(value, layers) == flags_of(other, layers)
+    if name == "query_scalar":
+        return math.isclose(value, other, rel_tol=1e-8)
+    return bool(value == other)
+
+
 def _load() -> dict[str, Family]:
     """Return the families of families.toml by name.
 
@@ -187,7 +203,8 @@ def _load() -> dict[str, Family]:
             for key, table in tables.items()
             if key in base
         }
-        entries[name] = base | entry | merged
+        whole = base | entry | merged
+        entries[name] = {key: value for key, value in whole.items() if value != []}
     return {name: _family(name, **entry) for name, entry in entries.items()}
 
 
@@ -207,7 +224,8 @@ def _family(
             prefix = ""
         whole_names[ours] = tuple(prefix + short_name for short_name in _as_list(theirs))
     allowed = {ours: _as_list(values) for ours, values in options.items()}
-    return Family(name, modules=whole_names, options=allowed, **other_fields)
+    odd = ODD[other_fields.pop("odd", "nothing")]
+    return Family(name, modules=whole_names, options=allowed, odd=odd, **other_fields)
 
 
 def _as_list(value: Any) -> list:
@@ -270,6 +288,13 @@ def to_config(
         own = family_in(came, "config.json")
         name = None if own.obstacles(model) else own.name
     family = family_of(model, name)
+    config = _plain_fields(model, family)
+    odd = _odd_fields(model, family, config, came)
+    return config | odd | _fields_that_came(family, model, came)
+
+
+def _plain_fields(model: ModelShape, family: Family) -> dict[str, Any]:
+    """Return the fields of config.json that families.toml says how to write."""
     config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     config |= family.fixed | family.written
     values = dataclasses.asdict(model)
@@ -286,11 +311,33 @@ def to_config(
         config[SHARED] = model.shared_ffn_hidden // model.expert_ffn_hidden
     if config.get("q_lora_rank") == 0:
         config["q_lora_rank"] = None  # queries without a latent
-    if OF_MLP_ALONE in config:
-        config[OF_MLP_ALONE] = list(range(model.first_dense_layers))
     if model.positions == "rotary":
         config |= _rope_fields(model, family)
-    return config | _fields_of_blocks(model, family) | _fields_that_came(family, model, came)
+    return config | _window_fields(model, family)
+
+
+def _odd_fields(
+    model: ModelShape, family: Family, config: dict[str, Any], came: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields that the family's class in odd_families.py writes.
+
+    config: the plain fields. Those that the model came with stay as they are if they say the same.
+    """
+    odd = family.odd
+    written = odd.write(model, config)
+    if came.get("model_type") not in FAMILIES or family_in(came, "config.json") != family:
+        return written
+    rope = _rope(came, "config.json")
+    if unused := {name: rope[name] for name in odd.unused_of_rope if name in rope}:
+        both = config | written
+        written |= {"rope_parameters": both["rope_parameters"] | unused}
+    kept = {name: came[name] for name in odd.names if name in came}
+    if not kept:
+        return written
+    options = from_config(config | written, "config.json")[0]
+    if odd.read(config | kept, options, []) == odd.read(config | written, options, []):
+        return {name: value for name, value in written.items() if name not in odd.names} | kept
+    return written
 
 
 def _values_of(ours: str, family: Family) -> dict[Any, Any]:
@@ -298,8 +345,8 @@ def _values_of(ours: str, family: Family) -> dict[Any, Any]:
     return family.values.get(ours) or _VALUES.get(ours, {})
 
 
-def _fields_of_blocks(model: ModelShape, family: Family) -> dict[str, Any]:
-    """Return the fields of config.json that say which blocks have windows and rotary positions."""
+def _window_fields(model: ModelShape, family: Family) -> dict[str, Any]:
+    """Return the fields of config.json that say which blocks have windows."""
     config: dict[str, Any] = {}
     if family.window is not None:
         which, default = family.window
@@ -311,8 +358,6 @@ def _fields_of_blocks(model: ModelShape, family: Family) -> dict[str, Any]:
         if which != "all":
             kinds = [LOCAL if model.has_window(block) else FULL for block in range(model.layers)]
             config["layer_types"] = kinds
-    if family.nope:
-        config[NOPE[0]] = [int(flag) for flag in flags_of(model.rotary_blocks, model.layers)]
     return config
 
 
@@ -334,7 +379,8 @@ def _fields_that_came(family: Family, model: ModelShape, came: dict[str, Any]) -
             if isinstance(theirs, (str, bool)) and translations.get(theirs) == values[ours]:
                 spelled[name] = theirs
     shape = {name for names in family.fields.values() for name in names}
-    written = {*shape, *ROPE, *family.fixed, "model_type", "architectures", "dtype", "torch_dtype"}
+    written = {*shape, *ROPE, *family.fixed, *family.odd.names}
+    written |= {"model_type", "architectures", "dtype", "torch_dtype"}
     if family.rope_by_kind is not None:
         written.add(family.rope_by_kind[0])
     elif ORIGINAL in _scaling_fields(model.rotary_scaling):
@@ -342,10 +388,6 @@ def _fields_that_came(family: Family, model: ModelShape, came: dict[str, Any]) -
     # Fields of blocks may say the same in several ways: they stay as they came if they still hold.
     if model.window and _blocks_of(came, family, model.layers, "config.json") != _blocks(model):
         written |= {*WINDOW, PERIOD}
-    if family.nope and _rotary_flags(came, family, model.layers, "config.json") != flags_of(
-        model.rotary_blocks, model.layers
-    ):
-        written |= {*NOPE}
     return {name: value for name, value in came.items() if name not in written} | spelled
 
 
@@ -538,6 +580,10 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         _read_scaling(name, local_rope, config, family, options, lacks, where)
         options.setdefault(name, "none")
     _read_blocks(config, family, options, lacks, where)
+    try:
+        options |= family.odd.read(config, dict(options), lacks)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if SHARED in family.fields.get("shared_ffn_hidden", ()):
         width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
         if isinstance(width, int) and isinstance(count, int):  # other types are refused later
@@ -571,12 +617,14 @@ def _score_growth(scale: float, factor: float) -> float:
 def _read_blocks(
     config: dict[str, Any], family: Family, options: dict[str, Any], lacks: list[str], where: str
 ) -> None:
-    """Set the options of windows and of blocks with rotary positions.
+    """Set the options of windows.
 
     options: receives our values. lacks: receives a sentence on what the engine does not have.
     Raise UserError, which names the file `where`, if a field is not of the right kind.
     """
     kinds = config.get("layer_types")
+    if family.window is None and "layer_types" in family.odd.names:
+        return  # of mixers
     if isinstance(kinds, list) and (unknown := {str(kind) for kind in kinds} - {FULL, LOCAL}):
         lacks.append(f"layer_types has {min(unknown)!a:.80}; here: {FULL}, {LOCAL}")
         return
@@ -595,8 +643,6 @@ def _read_blocks(
     else:
         for name in ("window_rotary_base", "window_rotary_scaling"):
             options.pop(name, None)
-    if family.nope:
-        options["rotary_blocks"] = pattern_of(_rotary_flags(config, family, layers, where))
 
 
 def _ropes_by_kind(
@@ -640,21 +686,6 @@ def _blocks_of(
         return None, (True,) * layers
     flags = _window_flags(config, family, family.window[0], layers, where)
     return tokens, tuple(flags)
-
-
-def _rotary_flags(
-    config: dict[str, Any], family: Family, layers: int, where: str
-) -> tuple[bool, ...]:
-    """Return for each block whether it has rotary positions, in a family that says so."""
-    flags = config.get(NOPE[0])
-    if flags is None:
-        interval = config.get(NOPE[1], family.nope)
-        if type(interval) is not int or interval < 1:
-            raise UserError(f"{where}: {NOPE[1]} is {interval!a:.80}, not a number of blocks")
-        return tuple((block + 1) % interval != 0 for block in range(layers))
-    if not isinstance(flags, list) or len(flags) < layers:
-        raise UserError(f"{where}: {NOPE[0]} is {flags!a:.80}, not a list with each block")
-    return tuple(bool(flag) for flag in flags[:layers])
 
 
 def family_in(config: dict[str, Any], where: str) -> Family:
@@ -715,7 +746,7 @@ def unread(config: dict[str, Any], where: str) -> list[str]:
     known |= {*WINDOW} if family.window else set()
     known |= {*ROPE} if family.has_rotary else set()
     known |= {PERIOD} if family.window_period else set()
-    known |= {*NOPE} if family.nope else set()
+    known |= {*family.odd.names}
     known |= {family.rope_by_kind[0]} if family.rope_by_kind else set()
     rope = _rope(config, where) or family.default_rope
     known |= {ORIGINAL} if family.has_rotary and _original_outside(rope, config, family) else set()
@@ -760,6 +791,7 @@ def token_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
         name: config.get(name, None if default == "none" else default)
         for name, default in defaults.items()
     }
+    ids |= {name: value for name, value in family.odd.null_tokens.items() if ids[name] is None}
     check_token_ids(ids, where)
     return ids
 
@@ -824,7 +856,7 @@ def _window_flags(
     if which == "every":
         return [True] * layers
     if which == "no rope":
-        return [not rotary for rotary in _rotary_flags(config, family, layers, where)]
+        return [not rotary for rotary in NoPositions().flags(config, layers)]
     if ":" in which:
         if not family.window_period or PERIOD not in config:
             return list(flags_of(which, layers))
@@ -848,13 +880,6 @@ def _take(
     name, value: the field's name and value. options: receives our value. lacks: receives a sentence
     instead if the engine or the family has no value like this one.
     """
-    # Their field lists the blocks without experts. Our option has only the number of such blocks,
-    # which must be the model's first blocks.
-    if name == OF_MLP_ALONE:
-        if not isinstance(value, list) or value != list(range(len(value))):
-            lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")
-            return
-        value = len(value)
     known = _values_of(ours, family)  # our value for each of theirs; empty: the values are the same
     if known:
         value_here = known.get(value) if isinstance(value, (str, bool)) else None
@@ -922,6 +947,7 @@ def _read_scaling(
         return
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"}
     known |= {name for names in ROTARY_SCALING.values() for name in names}
+    known |= {*family.odd.unused_of_rope}
     unknown = sorted(rope.keys() - known)
     if unknown:
         lacks.append(

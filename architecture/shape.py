@@ -81,6 +81,18 @@ class ModelShape:
         "multiply the embedding's output by the root of hidden, as Gemma does",
         file_only=True,
     )
+    embedding_multiplier: float = option(
+        1.0, "multiply the embedding's output by this, as Granite does", above=0.0, file_only=True
+    )
+    residual_multiplier: float = option(
+        1.0,
+        "multiply what attention and MLP add to the residual stream, as Granite does",
+        above=0.0,
+        file_only=True,
+    )
+    logit_divisor: float = option(
+        1.0, "divide the output logits by this, as Granite does", above=0.0, file_only=True
+    )
     tied: bool = option(True, "the output head shares the embedding's weights")
     norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0, file_only=True)
     rotary_base: float = option(
@@ -261,6 +273,12 @@ class ModelShape:
         "the block's input",
         choices=("pre-norm", "post-norm", "sandwich", "parallel"),
     )
+    mixer_pre_norm: bool = option(
+        False,
+        "norms before mixer and MLP in the blocks with the mixer, beside --block post-norm",
+        needs=MIXER,
+        file_only=True,
+    )
     experts: int = option(1, "experts per MoE layer (1 = dense model)", minimum=1)
     experts_per_token: int = option(
         None, "experts per token (top-k), default: 2 in an MoE model", minimum=1
@@ -364,7 +382,7 @@ class ModelShape:
         value_heads = self.mixer_value_heads or self.heads
         size = self.head_size or head["head_size"]
         mixer = {
-            "mixer_value_heads": value_heads,
+            "mixer_value_heads": self.heads,
             "mixer_key_heads": value_heads,
             "mixer_key_size": size,
             "mixer_value_size": size,
@@ -458,6 +476,12 @@ class ModelShape:
         if self.mixer == "attention" or not flags_of(self.mixer_blocks, self.layers)[block]:
             return "attention"
         return self.mixer
+
+    def block_of(self, block: int) -> str:
+        """Return where the norms of the block with number `block` are, as --block says it."""
+        if self.mixer_pre_norm and self.mixer_of(block) != "attention":
+            return "pre-norm"
+        return self.block
 
     @property
     def attention_blocks(self) -> list[int]:

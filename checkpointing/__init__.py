@@ -13,6 +13,7 @@ model_record  what a model is beyond its shape: special tokens, context, window,
 weights_only  checkpoints without optimizer state
 merge         the weighted mean of checkpoints
 hf_export     Hugging Face weights, out and in; rules that convert their tensors and ours
+hf_mixers     the tensors of mixers there: in which order their rows are
 hf_buffers    tensors of such folders that become no parameter, each compared with what it should be
 
 A run uses `Checkpointer` and `Progress`; checkpoint.py all but writer, save and load.

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from architecture import families
 from architecture.families import Family
-from architecture.shape import ModelShape
+from architecture.shape import MIXERS, ModelShape
 from architecture.tensors import canonical_shapes, check_shapes, compare
 from base.errors import UserError
-from checkpointing import file_format, model_record
+from checkpointing import file_format, hf_mixers, model_record
 from checkpointing.hf_buffers import check_buffers, is_buffer, largest_difference
 from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
@@ -87,7 +87,15 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
         their_names = family.modules.get(f"{general}.{kind}", ())  # most families have none
         theirs = tuple(their_name.replace("*", layer) for their_name in their_names)
         return _rule_of_router(name, theirs, model, initial)
+    mixer, _, tensor = name.removeprefix(f"blocks.{layer}.").partition(".")
+    if mixer in MIXERS:
+        their_names = family.modules[f"blocks.*.{mixer}.{tensor}"]
+        theirs = tuple(their_name.replace("*", layer) for their_name in their_names)
+        return Rule(name, theirs, *hf_mixers.conversions(mixer, tensor, model, family))
     their_modules = family.modules[general]
+    if number and model.mixer_of(int(layer)) != "attention":
+        # The norms of such a block may have other names than those of a block with attention.
+        their_modules = family.modules.get(f"{general} beside a mixer", their_modules)
     theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
     if family.stacked_experts and general.startswith(("blocks.*.mlp.", "blocks.*.attention")):
         stacked = _rule_of_stack(name, general, kind, theirs[0].removesuffix(f".{kind}"))
@@ -148,12 +156,17 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
 
     count: the number of their tensors: 3 for queries (a d, ...), keys and values (g d, ...), or 1
     with all of their rows. Our tensor is (g, a/g + 2, d, ...): for each of g key/value heads its
-    queries, its key, its value; a: heads, d: head size.
+    queries, its key, its value and with attention_gate a gate of each query; a: heads, d: head
+    size. With gates, their queries' tensor has of each head its query, then its gate.
     """
     g = model.kv_heads
     d = model.head_size
     queries = model.heads // model.kv_heads
     parts = [queries, 1, 1]
+    if model.attention_gate:
+        return _gated_qkv(g, queries, d)
+    if family.interleaved:
+        return _halves(model, *_qkv(model, dataclasses.replace(family, interleaved=False), count))
     # Three tensors: queries become (g, a/g, d, ...), keys and values (g, 1, d, ...), joined along
     # the second dimension, and back.
     if count == 3:
@@ -168,6 +181,41 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
     return (
         lambda t: torch.cat([part.unflatten(0, (g, -1, d)) for part in t.split(rows)], 1),
         _as_tuple(lambda t: torch.cat([part.flatten(0, 2) for part in t.split(parts, 1)])),
+    )
+
+
+def _gated_qkv(g: int, queries: int, d: int) -> tuple[Callable, Callable]:
+    """Return the conversions of `_qkv` for three tensors and a model with gates."""
+
+    def to_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, gate = q.unflatten(0, (g, queries, 2, d)).unbind(2)
+        return torch.cat([query, k.unflatten(0, (g, 1, d)), v.unflatten(0, (g, 1, d)), gate], 1)
+
+    def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
+        query, k, v, gate = ours.split([queries, 1, 1, queries], 1)
+        return torch.stack([query, gate], 2).flatten(0, 3), k.flatten(0, 2), v.flatten(0, 2)
+
+    return to_ours, to_theirs
+
+
+def _halves(model: ModelShape, to_ours: Callable, to_theirs: Callable) -> tuple[Callable, Callable]:
+    """Return conversions of `_qkv` for a family that turns neighbouring columns (2i, 2i + 1).
+
+    Ours turn the columns i and i + r/2 of the first r of a head: of the rows that make them, ours
+    has the even ones first. See `_latent`.
+    """
+    turned = torch.arange(model.rotary_width)
+    rest = torch.arange(model.rotary_width, model.head_size)
+    order = torch.cat([turned[::2], turned[1::2], rest])
+    back = order.argsort()
+
+    def reordered(ours: Tensor, order: Tensor) -> Tensor:
+        """Return our tensor with other rows in each query and key, but not in the values."""
+        return torch.cat([ours[:, :-1, order], ours[:, -1:]], 1)
+
+    return (
+        lambda *theirs: reordered(to_ours(*theirs), order),
+        lambda ours: to_theirs(reordered(ours, back)),
     )
 
 
@@ -574,6 +622,12 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
 # Some versions of transformers wrote a tensor under another name: the key is the name in our rules,
 # the value the other name.
 _OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}
+# And some have other names for a part: OLMo Hybrid's norms, when transformers 5.23 has saved them.
+_OTHER_PARTS = [
+    (".post_attention_layernorm.", ".feedforward_layer_norm."),
+    (".feedforward_layer_norm.", ".post_attention_layernorm."),
+    (".attention_layer_norm.", ".input_layernorm."),
+]
 
 
 def _spelled(name: str, slices: dict[str, Any]) -> str | None:
@@ -581,6 +635,7 @@ def _spelled(name: str, slices: dict[str, Any]) -> str | None:
     # Some files omit the first component of names, as in h.0.ln_1 for transformer.h.0.ln_1.
     _, _, short_name = name.partition(".")
     spellings = [name, short_name, _OTHER_NAMES.get(name, name)]
+    spellings += [name.replace(part, other) for part, other in _OTHER_PARTS if part in name]
     return next((spelling for spelling in spellings if spelling in slices), None)
 
 

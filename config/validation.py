@@ -136,7 +136,7 @@ def _check_attention(model: ModelShape) -> None:
     scalings = [rotary_scaling(model.rotary_scaling), rotary_scaling(model.window_rotary_scaling)]
     if model.positions != "rotary":
         return
-    if not any(rotary_blocks):
+    if not any(rotary_blocks) and model.mixer == "attention":
         raise UserError("--positions rotary has no block with them: rotary_blocks is none")
     lengths = [numbers[0] for kind, numbers in scalings if kind == "longrope"]
     if model.window and len(set(lengths)) > 1:
@@ -159,6 +159,10 @@ def _check_mixer(model: ModelShape) -> None:
         return
     if not any(flags_of(model.mixer_blocks, model.layers)):
         raise UserError(f"mixer({model.mixer}) is of no block: mixer_blocks is none")
+    if model.mixer_pre_norm and model.block != "post-norm":
+        raise UserError(
+            f"mixer_pre_norm is for --block post-norm, but --block is {model.block}: leave it out"
+        )
     keys, values = model.mixer_key_heads, model.mixer_value_heads
     both = f"mixer_key_heads({keys})", f"mixer_value_heads({values})"
     if values % keys:

@@ -40,6 +40,7 @@ SIZES = dict.fromkeys(families.FAMILIES, NEW) | {
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 6},
     # As many heads as there are key/value heads by default, and a block with experts.
     "deepseek_v3": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 128},
+    "glm4_moe": NEW | {"hidden_size": 768},  # half of a head's columns are even
     "deepseek_v2": NEW | {"num_experts_per_tok": 3},
 }
 

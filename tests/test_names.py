@@ -314,6 +314,9 @@ def test_the_printed_command_of_a_plan_in_these_names_is_what_train_takes():
     [
         ("HuggingFaceTB/SmolLM3-3B", "smollm3-3b", 3_075_098_624),
         ("allenai/Olmo-3-1025-7B", "olmo3-7b", 7_298_011_136),
+        ("LiquidAI/LFM2-350M", "lfm2-350m", 354_483_968),
+        ("LiquidAI/LFM2-1.2B", "lfm2-1.2b", 1_170_340_608),
+        ("ibm-granite/granite-3.3-2b-instruct", "granite-3.3-2b", 2_533_539_840),
         ("google/gemma-2-27b-it", "gemma-2-27b", 27_227_128_320),
         ("google/gemma-3-1b-pt", "gemma-3-1b", 999_885_952),
         ("microsoft/phi-4", "phi-4", 14_659_507_200),
@@ -337,7 +340,7 @@ def test_a_model_of_the_hub_has_as_many_parameters_as_its_weights(name, preset_n
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "delta-net"),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "Kimi delta attention"),
         ("nvidia/Nemotron-H-8B-Base-8K", "Mamba-2"),
         ("deepseek-ai/DeepSeek-V3.2-Exp", "sparse attention"),
         ("google/gemma-3n-E4B", "per-layer embeddings"),

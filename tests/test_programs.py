@@ -277,6 +277,11 @@ def test_what_a_command_does_not_say_is_named(name, capsys):
     [
         ("--model llama-3-8b --set window=512", "window"),
         ("--model qwen2.5-7b", "biases"),
+        ("--model llama-3-8b --set mixer=gated_delta_net mixer_blocks=1:1", "mixer gated_delta"),
+        ("--model llama-3-8b --set attention_gate=true", "attention_gate"),
+        ("--model llama-3-8b --set residual_multiplier=0.5", "residual_multiplier"),
+        ("--model llama-3-8b --set embedding_multiplier=2", "embedding_multiplier"),
+        ("--model llama-3-8b --set logit_divisor=2", "logit_divisor"),
         ("--model llama-3-8b --set query_scalar=64", "query_scalar(64)"),
         ("--model llama-3-8b --optimizer muon", "--optimizer muon"),
         ("--model llama-3-8b --precision fp16", "--precision fp16"),

@@ -106,7 +106,12 @@ def _lacks(model: ModelShape) -> str:
     lacks = {
         "norm of the embedding": model.embedding_norm,
         "embedding_scaled": model.embedding_scaled,
+        "embedding_multiplier": model.embedding_multiplier != 1,
+        "residual_multiplier": model.residual_multiplier != 1,
+        "logit_divisor": model.logit_divisor != 1,
         "norm_plus_one": model.norm_plus_one,
+        f"mixer {model.mixer}": model.mixer != "attention",
+        "attention_gate": model.attention_gate,
         f"--block {model.block}": model.block != "pre-norm",
         "qk_norm full": model.qk_norm == "full",
         "softcap": model.attention_softcap > 0 or model.logit_softcap > 0,
