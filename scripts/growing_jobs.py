@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from config.timeline import Timeline
-
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,6 +33,7 @@ from checkpointing import folders
 from checkpointing.index import Index
 from config import validation
 from config.command_line import parse
+from config.timeline import Timeline
 
 # Options that sbatch may not be given, since the segment sets them; long and short.
 OURS = ("--nodes", "-N", "--ntasks", "-n", "--export")

@@ -410,7 +410,7 @@ def test_thresholds_are_where_they_are_said_to_be():
         (["--random", "2", "--config", "none.toml"], "none.toml"),
         (
             ["--random", "2", "--optimizer", "sgd", "--muon-adamw-lr", "1"],
-            "--muon-adamw-lr 1.0 needs --optimizer muon",
+            "--muon-adamw-lr 1 needs --optimizer muon",
         ),
     ],
     ids=[

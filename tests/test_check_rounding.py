@@ -230,13 +230,13 @@ def test_weights_are_explained_by_no_factor_of_the_layout():
     ("words", "had"),
     [
         ("--schedule gpipe", {"schedule": "gpipe"}),
-        ("--zero 3 --no-sync-each-batch", {"zero": 3, "sync_each_batch": False}),
+        ("--zero 3 --set sync_each_batch=false", {"zero": 3, "sync_each_batch": False}),
         ("--tp 8", {"tp": 2}),
         ("--pp 4 --tp 4 --cp 2", {"cp": 2, "pp": 2, "tp": 2}),
         ("--experts 4 --ep 4", {"ep": 4}),
         ("--recompute-layers 3", {"recompute_layers": 3}),
         ("--schedule interleaved --virtual-stages 2", {"virtual_stages": 2}),
-        ("--pad-vocab-multiple 128", {"pad_vocab_multiple": 128}),
+        ("--set pad_vocab_multiple=128", {"pad_vocab_multiple": 128}),
     ],
 )
 def test_a_given_option_is_in_half_of_the_layouts(tmp_path, words, had):

@@ -336,7 +336,7 @@ def test_the_commands_of_a_resumed_run_are_those_of_its_first_start(tmp_path):
 
 def test_a_step_of_176b_is_at_most_a_megabyte():
     model = build({"model": "bloom-176b", "steps": 1}).model
-    activations = activation_names(model.layers)
+    activations = activation_names(model)
     parameters = 12 * model.layers + 6  # four norms, two matrices with biases, two more
     count = bins(2048, len(activations), parameters, 5)
     names = 40 * (len(activations) + parameters)
