@@ -10,6 +10,7 @@ tokens (--cp) in distributed/context_parallel.py: the ranks of `mesh.heads` exch
 heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first, for the matrices.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -146,7 +147,8 @@ def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
 class KeyValueCache:
     """The keys and values of all tokens so far, by layer; decoding then computes new tokens only.
 
-    Layers without keys and values keep a state of constant size instead (`keep`).
+    Layers without keys and values keep a state of constant size instead (`keep`). A layer that runs
+    several times in a pass has keys and values, or a state, of each time.
 
     cache.begin(count)                      before the stages run on `count` new tokens
     k, v, mask = cache.extend(layer, k, v)  in each layer
@@ -163,19 +165,22 @@ class KeyValueCache:
         self.tokens = 0
         self.new_tokens: Tensor | None = None  # those of the next pass, (b, s), if they are known
         self.slopes = torch.zeros(1) if slopes is None else slopes  # 0: no bias
-        self._keys_and_values: dict[nn.Module, list[Tensor]] = {}
-        self._states: dict[nn.Module, tuple[Tensor, ...]] = {}
+        # By layer and the number of its call in a pass.
+        self._keys_and_values: dict[tuple[nn.Module, int], list[Tensor]] = {}
+        self._states: dict[tuple[nn.Module, int], tuple[Tensor, ...]] = {}
+        self._calls: Counter[nn.Module] = Counter()  # of this pass that are done
 
     def states(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
         """Return what a layer has kept last; None before the first token."""
-        return self._states.get(layer)
+        return self._states.get((layer, self._calls[layer]))
 
     def keep(self, layer: nn.Module, *states: Tensor) -> None:
         """Keep tensors of a layer in the place of those before: a mixer's state has one size."""
-        self._states[layer] = states
+        self._states[self._end_call(layer)] = states
 
     def begin(self, count: int) -> None:
         """Count the new tokens of the next pass through the layers, and make its mask."""
+        self._calls.clear()
         self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
         self.tokens += count
         queries, keys = self.positions.t(), torch.arange(self.tokens, device=self.device)
@@ -189,9 +194,10 @@ class KeyValueCache:
 
         Return the keys and the values of all tokens, and the mask for the new tokens' queries.
         """
-        if layer not in self._keys_and_values:
-            self._keys_and_values[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
-        keys, values = self._keys_and_values[layer]
+        call = self._end_call(layer)
+        if call not in self._keys_and_values:
+            self._keys_and_values[call] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
+        keys, values = self._keys_and_values[call]
         first_new = self.tokens - len(k)  # `tokens`, set by `begin`, counts the new ones too
         keys[first_new : self.tokens] = k
         values[first_new : self.tokens] = v
@@ -206,11 +212,17 @@ class KeyValueCache:
         k, v: of the new tokens, (s, b, g, d) each. Return those of the new tokens and of the tokens
         that were stored before them, window - 1 or fewer.
         """
-        if layer in self._keys_and_values:
-            k, v = (torch.cat(pair) for pair in zip(self._keys_and_values[layer], (k, v)))
+        call = self._end_call(layer)
+        if call in self._keys_and_values:
+            k, v = (torch.cat(pair) for pair in zip(self._keys_and_values[call], (k, v)))
         first = max(0, len(k) - (window - 1))
-        self._keys_and_values[layer] = [k[first:].clone(), v[first:].clone()]
+        self._keys_and_values[call] = [k[first:].clone(), v[first:].clone()]
         return k, v
+
+    def _end_call(self, layer: nn.Module) -> tuple[nn.Module, int]:
+        """Return the layer with the number of its call in this pass, which ends here."""
+        self._calls[layer] += 1
+        return layer, self._calls[layer] - 1
 
 
 class Attention(nn.Module):

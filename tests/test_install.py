@@ -298,8 +298,7 @@ def test_only_numpy_plans_and_the_others_say_what_to_install(with_numpy, own):
     code = f"import trine; trine.build(trine.parse({SMALL!r}))"
     status, out, err = run_in(own, with_numpy / "python", "-c", code)
     assert err.splitlines()[-1].endswith(f"has no package 'torch': {install}")
-    words = ["timeline", "--tp", "4", "--pp", "12", "--nodes", "48"]
-    status, _, err = run_in(own, with_numpy / "trine-plan", "layouts", "--picture", "a.png")
+    status, _, err = run_in(own, with_numpy / "trine-plan", *words, "--picture", "a.png")
     assert status == 2
     assert "`pip install 'trine[plots]'`" in err
 

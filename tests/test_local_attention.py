@@ -282,7 +282,7 @@ def test_decoding_token_by_token_is_the_whole_text_and_keeps_no_more_than_the_wi
             cache.begin(part.shape[1])
             found.append(stage.head.logits(stage.hidden_states(part, cache=cache)))
             for block in stage.blocks:
-                keys, _ = cache._keys_and_values[block.attention]
+                keys, _ = cache._keys_and_values[block.attention, 0]
                 window = block.attention.block.window
                 assert len(keys) <= (window - 1 if window else S)
     assert_close(torch.cat(found), expected, 1e-12, scale=expected.abs().max().item())
