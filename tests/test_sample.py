@@ -169,6 +169,9 @@ def check_greedy_tokens(cases, tmp_path: Path, capsys) -> None:
         found = numbers(run_here(words(folder / "in"), capsys)[0])[0]
         # At the switch of these, transformers keeps the keys of the short text.
         expected = continued(theirs, use_cache=case not in LONG_LATER)
+        end = theirs.config.eos_token_id  # ends a text, if it is in the vocabulary
+        if end in expected[len(PROMPT) :]:
+            expected = expected[: expected.index(end, len(PROMPT))]
         if found != expected:
             different[case] = found, expected
     assert different == {}
