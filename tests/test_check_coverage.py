@@ -227,7 +227,7 @@ def test_every_token_is_scored_after_each_context():
 BY_HAND = """
     --rampup-batch-size 4 4 24 | --batch-schedule 0:4 96:12 | --data a b | --data 0.7 a 0.3 b
     --data a --split 90,5,5 | --eval-data x=a y=b | --eval-data a=b:3 | --skip-samples 3:5
-    --data a --cache c | --out o | --wandb w | --partition 3,3,3,3 | --recompute-blocks 2
+    --data a --cache c | --out o | --wandb w | --partition 3,3,3,3 | --set recompute_blocks=2
     --positions rotary --set rotary_scaling=linear:2 | --positions rotary --set rotary_blocks=1:1
     --set window=8 window_blocks=5:1 | --on-spike skip | --eod-token 3 --mask-eod-loss
 """

@@ -21,6 +21,7 @@ from ranks import fork_ranks, results_of
 from test_golden import assert_equal_runs, check_lines, lines_of
 
 import trainer
+from base.errors import UserError
 from config import run_options, validation
 from config import schema as configuration
 from distributed.mesh import Mesh
@@ -164,7 +165,7 @@ def test_a_layout_that_cuts_blocks_is_refused():
     case = {"hidden": 256, "heads": 8, "optimizer": "adamw8bit", "tp": 2}
     config = validation.check(golden_worker.options(case), 2)
 
-    with pytest.raises(configuration.UserError, match=r"attention.out.weight .* runs of 128 weigh"):
+    with pytest.raises(UserError, match=r"attention.out.weight .* runs of 128 weigh"):
         trainer.build(config, FakeContext(2))
 
 
@@ -175,7 +176,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         "find_spec",
         lambda name: None if name.split(".")[0] == "bitsandbytes" else real(name),
     )
-    with pytest.raises(configuration.UserError, match=r"adamw8bit needs .*bitsandbytes"):
+    with pytest.raises(UserError, match=r"adamw8bit needs .*bitsandbytes"):
         rule_of("adamw8bit", [torch.zeros(256)], "blocks")
 
 
@@ -184,7 +185,7 @@ def test_without_apex_the_error_says_what_to_install(monkeypatch):
     needs = (
         r"--optimizer apex needs a GPU and NVIDIA's apex .*github.com/NVIDIA/apex.* Here: .*apex"
     )
-    with pytest.raises(configuration.UserError, match=needs):
+    with pytest.raises(UserError, match=needs):
         rule_of("apex", [torch.zeros(256)], "plain")
 
 
@@ -197,7 +198,7 @@ def test_apex_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(every["apex.optimizers"], "FusedAdam", NeedsDriver)
     for name, module in every.items():
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(configuration.UserError, match=r"needs a GPU .* Found no NVIDIA driver"):
+    with pytest.raises(UserError, match=r"needs a GPU .* Found no NVIDIA driver"):
         rule_of("apex", [torch.zeros(256)], "plain")
 
 

@@ -185,7 +185,7 @@ def test_the_run_ends_after_so_many_spikes(tmp_path):
     assert [row["action"] for row in rows(tmp_path)] == ["skip", "end"]
     outcome = train(tmp_path, *words, "--resume", "auto", planted=planted, ranks=2)
     assert "error: step 46 is spike 2 of this run" in outcome.err
-    words[3] = "2"
+    words[3] = "spike_limit=2"
     assert train(tmp_path, *words, "--resume", "auto", planted=planted).status == 0
     assert [row["action"] for row in rows(tmp_path)] == ["skip", "end", "end", "skip"]
 
