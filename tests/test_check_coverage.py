@@ -299,7 +299,10 @@ def test_every_option_runs_small(tmp_path):
         if found is None:
             continue
         small, _ = found
-        write_corpora(small)
+        try:
+            write_corpora(small)
+        except UserError:  # a vocabulary of fewer tokens than a corpus has: a sentence
+            continue
         context = context or start_context(Launch("python"), small.run)
         answer = Worker(looks_alone=False)(context, CheckedRun(small, infers=True))
         assert all(loss == loss for loss in answer.losses), name

@@ -55,8 +55,19 @@ class KeepsLogits:
         return logits
 
 
+def _has_room(state: trainer.TrainState) -> bool:
+    """Return whether a model is made for texts as long as the decoded one."""
+    model = state.config.model
+    return model.positions != "learned" or model.max_positions >= PROMPT + DECODED
+
+
 def record(state: trainer.TrainState, recorder: Recorder) -> None:
-    """Have the recorder keep the logits of a decoded text and the scores of others. Collective."""
+    """Have the recorder keep the logits of a decoded text and the scores of others. Collective.
+
+    Nothing is kept of a model whose learned positions are fewer than the text's tokens.
+    """
+    if not _has_room(state):
+        return
     state.optimizer.finish_gathering()
     columns = state.config.model.vocab_size
     _, logits = _decoded(state)
@@ -76,6 +87,8 @@ def findings(state: trainer.TrainState) -> Iterator[str]:
 
     state: of one rank. Decoding keeps keys and values of earlier tokens, and scoring does not.
     """
+    if not _has_room(state):
+        return
     text, logits = _decoded(state)
     chances = [x.log_softmax(-1)[i] for x, i in zip(logits, text[PROMPT:]) if x is not None]
     decoded = float(torch.stack(chances).sum())
