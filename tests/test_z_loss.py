@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_labels_that_count(masks, micr
     samples = trainer.data.build(config).train
     whole = replace(config, layout=replace(config.layout, micro_batch_size=4))
     model = trainer.build_model(whole)  # the same weights, whose gradients autograd keeps
-    batch = model.reader.batches(samples, 0, whole)(0)
+    batch = model.reader.batches(samples, 0, model.timeline)(0)
     model.reader.close()
     (stage,) = model.stages
     states = stage.hidden_states(batch.tokens, batch)
