@@ -162,7 +162,8 @@ def check_data(config: Config) -> None:
         notes += token_files.note_on_answers(prefix, options.answers_only)
     encoder, _ = text.prompts_of_run(config)
     notes += encoder.notes_on(config.run.sample_prompt or (), "prompts")
-    if note := text.unused_rows(config):
+    note = text.unused_rows(config)
+    if note:
         notes.append(note)
     for note in notes:
         print(f"note: {printable(note)}", file=sys.stderr, flush=True)

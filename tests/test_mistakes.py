@@ -87,7 +87,8 @@ def test_an_output_that_cannot_be_written_is_a_sentence_and_no_reader_is_none():
 
 
 def test_closed_standard_streams_are_replaced_so_that_no_file_gets_their_numbers(tmp_path):
-    code = "import os; from base import errors; file = os.open('.', 0); print(file)"
+    code = "import os; from base import errors; errors.begin_program()"
+    code += "; file = os.open('.', 0); print(file)"
     show = f"{code}; os.write(3, str(file).encode())"
     with open(tmp_path / "out", "wb") as file:
         shell = ["bash", "-c", 'exec "$@" 3>&1 <&- >&- 2>&-', "bash", sys.executable, "-c", show]
@@ -111,7 +112,7 @@ def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
     with pytest.raises(UserError, match=r"cannot write in .*: File name too long"):
         paths.check_folder("--out", str(tmp_path / ("x" * 300)))
     (tmp_path / "link").symlink_to(tmp_path / "link")
-    with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
+    with pytest.raises(UserError, match=r"link is a link to .*link, "):
         paths.check_folder("--out", str(tmp_path / "link" / "run"))
 
 

@@ -127,7 +127,7 @@ def test_scales():
     assert muon.scale("original", 400, 100) == 2.0
     assert muon.scale("original", 100, 400) == 1.0
     assert muon.scale("match_rms_adamw", 100, 400) == pytest.approx(4.0)
-    with pytest.raises(UserError, match="muon-scale"):
+    with pytest.raises(UserError, match="muon_scale"):
         golden_worker.options({"optimizer": "muon", "muon_scale": "none"})
 
 
