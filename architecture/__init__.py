@@ -6,7 +6,6 @@ block_kinds      numbers of models whose blocks differ, in experts, mixers or wi
 mixer_stats      tensors, parameters and FLOPs of mixers in the place of attention
 rotary_scaling   the forms of RoPE scaling and their numbers
 model_stats      parameters and FLOPs of a model
-mixer_stats      tensors, parameters and FLOPs of a mixer in the place of attention
 tensors          names and shapes of the tensors of a model; how a changed model differs
 dispatch         how often a token is sent to the nodes of its experts
 odd_families     what some families have that no plain field of families.toml says

@@ -6,7 +6,6 @@ op_costs        seconds of GEMMs, attention, memory traffic, collectives
 time_terms      every term of a step's seconds; step_time adds them, with the simulated schedule
 memory_terms    every term of a GPU's bytes; memory adds them for each pipeline rank
 mixer_terms     seconds and bytes of the mixers in the place of attention
-mixer_terms     seconds and bytes of mixers in the place of attention
 muon_terms      seconds and bytes of Muon's iteration and of its exchange of matrices
 partition_costs the stages of a layout, by the seconds of embedding, block and head
 auto_schedule   what --schedule auto chooses

@@ -18,34 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from architecture.shape import ModelShape
-from distributed.collectives import Group
-from layers.causal_conv import causal_conv
+from layers.delta_mixer import DeltaMixer
 from layers.latent_attention import WholeLinear
-from layers.linear_recurrence import linear_recurrence
-from layers.mixer_parameters import add_decays, conv_weight
-from layers.recurrent_mixer import (
-    Inputs,
-    MixerWeights,
-    RecurrentMixer,
-    exact,
-    gated_norm,
-    unit,
-)
-from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear
+from layers.recurrent_mixer import Inputs, MixerWeights, Segment, exact
+from parallel import ColumnLinear, Matrices, ParamFactory
 
 
-class KimiDeltaAttention(RecurrentMixer):
+class KimiDeltaAttention(DeltaMixer):
     """A mixer by the delta rule whose decays are of single key columns."""
 
     def __init__(
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, recompute: bool
     ):
         """Make the parameters. std: for the output matrix. recompute: see RecurrentMixer."""
-        super().__init__(factory, model.mixer_kernel, recompute)
-        p, r = self.sizes = model.mixer_key_size, model.mixer_value_size
-        self.eps = model.mixer_norm_eps or model.norm_eps
+        p, r = model.mixer_key_size, model.mixer_value_size
+        super().__init__(factory, model, 2 * p + r, recompute)
         h, heads = model.hidden, model.mixer_value_heads
-        self.channels = 2 * p + r  # of a head in the convolution
         members = Matrices(parts=(("q", p), ("k", p), ("v", r), ("b", 1)), dim=1, heads=(0,))
         shape = heads, self.channels + 1
         self.inputs = ColumnLinear(factory, f"{name}.in", h, shape, 0, False, members)
@@ -54,10 +42,7 @@ class KimiDeltaAttention(RecurrentMixer):
         of_heads = Matrices(heads=(0,))
         self.decay = ColumnLinear(factory, f"{name}.decay", p, (heads, p), 0, False, of_heads)
         self.gate = ColumnLinear(factory, f"{name}.gate", r, (heads, r), 0, False, of_heads)
-        self.conv = conv_weight(factory, f"{name}.conv", (heads, self.channels, self.taps))
-        self.a_log, self.dt_bias = add_decays(factory, name, (heads,), (heads, p))
-        self.norm = factory.parameter(f"{name}.norm.weight", (r,), fill=1.0, partial=True)
-        self.out = RowLinear(factory, f"{name}.out", heads * r, h, std, model.bias)
+        self.add_head_parameters(name, model, std, heads, (heads, p))
 
     def project(self, x: Tensor) -> Inputs:
         """Return q, k, v, b, f and z of each head side by side, (s, b, a, 3 p + 2 r + 1)."""
@@ -68,34 +53,17 @@ class KimiDeltaAttention(RecurrentMixer):
         pairs = zip(of_heads, widths, strict=True)
         return (torch.cat([u.unflatten(-1, (-1, width)) for u, width in pairs], -1),)
 
-    def weights(self) -> MixerWeights:
-        """Return the convolution's taps, a_log and dt_bias, and the norm's scale."""
-        return MixerWeights((self.conv, self.a_log, self.dt_bias), (self.norm,))
-
-    def conv_inputs(self, inputs: Inputs) -> Tensor:
-        """Return q, k and v of each head: (s, b, channels)."""
-        return inputs[0][..., : self.channels].flatten(2)
-
     def run(
-        self,
-        inputs: Inputs,
-        channels: Tensor,
-        before: Tensor,
-        weights: MixerWeights,
-        offsets: Tensor | None,
-        state: Tensor | None,
-        ranks: Group,
+        self, inputs: Inputs, weights: MixerWeights, segment: Segment
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gated results, (s, b, a r), and the state, (b, a, p, r)."""
         (u,) = inputs
-        conv, a_log, dt_bias = weights.divided
+        _, a_log, dt_bias = weights.divided
         p, r = self.sizes
-        qkv = F.silu(causal_conv(channels, conv.flatten(0, 1), before, offsets))
-        q, k, v = exact(qkv).unflatten(2, (u.shape[2], -1)).split([p, p, r], -1)  # s b a columns
+        q, k, v = self.convolved(inputs, weights, segment).split([p, p, r], -1)  # s b a columns
         b, f, z = exact(u[..., self.channels :]).split([1, p, r], -1)
         decay = -exact(a_log).exp()[:, None] * F.softplus(f + exact(dt_bias))  # s b a p
         strength = b.squeeze(-1).sigmoid()
-        mixed, state = linear_recurrence(
-            unit(q) * p**-0.5, unit(k), v, decay, strength, offsets, state, ranks
+        return self.recur(
+            (q, k, v), decay, strength, z.sigmoid(), weights.whole[0], segment, u.dtype
         )
-        return gated_norm(mixed, weights.whole[0], z.sigmoid(), self.eps, u.dtype), state

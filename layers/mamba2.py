@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from architecture.shape import ModelShape
-from distributed.collectives import Group, spread_to_tp, sum_both_ways
-from layers.causal_conv import causal_conv
+from distributed.collectives import spread_to_tp, sum_both_ways
 from layers.linear_recurrence import linear_recurrence
 from layers.mixer_parameters import add_decays, conv_weight
-from layers.recurrent_mixer import Inputs, MixerWeights, RecurrentMixer, exact
+from layers.recurrent_mixer import Inputs, MixerWeights, RecurrentMixer, Segment, exact
 from parallel import Matrices, ParamFactory, RowLinear, linear
 
 
@@ -105,21 +104,14 @@ class Mamba2(RecurrentMixer):
         return torch.cat([of_heads[..., r : 2 * r].flatten(2), keys.flatten(2)], -1)
 
     def run(
-        self,
-        inputs: Inputs,
-        channels: Tensor,
-        before: Tensor,
-        weights: MixerWeights,
-        offsets: Tensor | None,
-        state: Tensor | None,
-        ranks: Group,
+        self, inputs: Inputs, weights: MixerWeights, segment: Segment
     ) -> tuple[Tensor, Tensor | None]:
         """Return the normalised results, (s, b, a r), and the state, (b, a, p, r)."""
         of_heads, keys = inputs
         conv, conv_keys, a_log, dt_bias, d, scale, *biases = weights.divided
         p, r = self.sizes
         taps = torch.cat([conv.flatten(0, 1), conv_keys.flatten(0, 1)])
-        convolved = causal_conv(channels, taps, before, offsets)
+        convolved = segment.convolve(taps)
         if biases:
             convolved = convolved + torch.cat([bias.flatten() for bias in biases])
         heads, groups = of_heads.shape[2], keys.shape[2]
@@ -130,7 +122,8 @@ class Mamba2(RecurrentMixer):
         decay = -exact(a_log).exp() * dt
         values = x * dt[..., None]
         mixed, state = linear_recurrence(
-            c, b, values, decay[..., None], None, offsets, state, ranks
+            *(c, b, values, decay[..., None], None),
+            *(segment.offsets, segment.state, segment.ranks),
         )
         mixed = mixed + x * exact(d)[:, None]
         gated = mixed * F.silu(exact(of_heads[..., :r]))

@@ -15,7 +15,6 @@ Shapes: s tokens, b samples, taps of the convolution.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.collectives import Group
@@ -27,6 +26,7 @@ from distributed.context_parallel import (
     tokens_before,
 )
 from layers.attention import KeyValueCache
+from layers.causal_conv import causal_conv
 from parallel import ParamFactory, exact_dtype, recompute
 
 Inputs = tuple[Tensor, ...]  # of each head, (s, b, heads, columns)
@@ -41,6 +41,26 @@ class MixerWeights(NamedTuple):
 
     divided: tuple[Tensor, ...]
     whole: tuple[Tensor, ...]
+
+
+class Segment(NamedTuple):
+    """Tokens in a row, and what a mixer needs of those before them.
+
+    channels: the convolution's inputs, (s, b, channels). before: those of the tokens before, (taps
+    - 1, b, channels). offsets: the number of tokens of its document before each token, (s, b);
+    None: one document. state: that before the first token; None: zeros. ranks: those that have
+    other segments of the samples.
+    """
+
+    channels: Tensor
+    before: Tensor
+    offsets: Tensor | None
+    state: Tensor | None
+    ranks: Group
+
+    def convolve(self, taps: Tensor) -> Tensor:
+        """Return the causal convolution of each channel, (s, b, channels); taps: (channels, t)."""
+        return causal_conv(self.channels, taps, self.before, self.offsets)
 
 
 class RecurrentMixer(nn.Module):
@@ -76,21 +96,9 @@ class RecurrentMixer(nn.Module):
         raise NotImplementedError
 
     def run(
-        self,
-        inputs: Inputs,
-        channels: Tensor,
-        before: Tensor,
-        weights: MixerWeights,
-        offsets: Tensor | None,
-        state: Tensor | None,
-        ranks: Group,
+        self, inputs: Inputs, weights: MixerWeights, segment: Segment
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the results of all heads, (s, b, columns), and the state after the last token.
-
-        channels: the convolution's inputs. before: those of the tokens before, (taps - 1, b,
-        channels). offsets: see `forward`. state: that before the first token; None: zeros. ranks:
-        those that have other segments of the samples.
-        """
+        """Return the results of all heads, (s, b, columns), and the state after the last token."""
         raise NotImplementedError
 
     def forward(
@@ -124,7 +132,8 @@ class RecurrentMixer(nn.Module):
         inputs = tuple(to_segments(u, ranks) for u in inputs)
         channels = self.conv_inputs(inputs)
         before = tokens_before(channels, self.taps - 1, ranks)
-        mixed, _ = self.run(inputs, channels, before, weights, offsets, None, ranks)
+        segment = Segment(channels, before, offsets, None, ranks)
+        mixed, _ = self.run(inputs, weights, segment)
         return from_segments(mixed, ranks)
 
     def _decode(self, inputs: Inputs, weights: MixerWeights, cache: KeyValueCache) -> Tensor:
@@ -135,7 +144,8 @@ class RecurrentMixer(nn.Module):
         if kept := cache.states(self):
             before, *states = kept
             state = states[0] if states else None
-        mixed, state = self.run(inputs, channels, before, weights, None, state, Group())
+        segment = Segment(channels, before, None, state, Group())
+        mixed, state = self.run(inputs, weights, segment)
         read = torch.cat([before, channels])
         last = read[len(read) - count :].clone()
         cache.keep(self, last, *([] if state is None else [state]))
@@ -145,19 +155,3 @@ class RecurrentMixer(nn.Module):
 def exact(x: Tensor) -> Tensor:
     """Return x in fp32 at least, in which states and norms are computed."""
     return x.to(exact_dtype(x.dtype))
-
-
-def unit(x: Tensor) -> Tensor:
-    """Return x, (..., p), divided by its length, whose square is at least 1e-6 as published."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def gated_norm(
-    mixed: Tensor, scale: Tensor, gate: Tensor, eps: float, dtype: torch.dtype
-) -> Tensor:
-    """Return the RMSNorm of each head's results times a gate, in `dtype`: (s, b, a r).
-
-    mixed, gate: (s, b, a, r). scale: (r,).
-    """
-    normed = F.rms_norm(mixed, scale.shape, None, eps).to(dtype) * scale
-    return (normed * gate).to(dtype).flatten(2)

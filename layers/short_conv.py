@@ -10,10 +10,8 @@ Shapes: s tokens, b samples, c channels on this rank.
 from torch import Tensor
 
 from architecture.shape import ModelShape
-from distributed.collectives import Group
-from layers.causal_conv import causal_conv
 from layers.mixer_parameters import conv_weight
-from layers.recurrent_mixer import Inputs, MixerWeights, RecurrentMixer
+from layers.recurrent_mixer import Inputs, MixerWeights, RecurrentMixer, Segment
 from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear
 
 
@@ -53,18 +51,11 @@ class ShortConv(RecurrentMixer):
         return b * x
 
     def run(
-        self,
-        inputs: Inputs,
-        channels: Tensor,
-        before: Tensor,
-        weights: MixerWeights,
-        offsets: Tensor | None,
-        state: Tensor | None,
-        ranks: Group,
+        self, inputs: Inputs, weights: MixerWeights, segment: Segment
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gated convolution, (s, b, c), and no state."""
         taps, *bias = weights.divided
-        convolved = causal_conv(channels, taps, before, offsets)
+        convolved = segment.convolve(taps)
         if bias:
             convolved = convolved + bias[0]
         _, c, _ = _parts(inputs)
