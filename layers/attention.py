@@ -171,7 +171,7 @@ class KeyValueCache:
         self._calls: Counter[nn.Module] = Counter()  # of this pass that are done
 
     def states(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
-        """Return what the next call of a layer in this pass has kept; None before the first token."""
+        """Return what the next call of a layer in this pass has kept; None before any token."""
         return self._states.get((layer, self._calls[layer]))
 
     def keep(self, layer: nn.Module, *states: Tensor) -> None:
