@@ -302,6 +302,8 @@ def _plain_fields(model: ModelShape, family: Family) -> dict[str, Any]:
     if model.positions == "learned":
         values["seq_length"] = model.max_positions
     for ours, names in family.fields.items():
+        if "rotary" in ours and model.positions != "rotary":
+            continue  # there is no object with such fields; the options' own values are not theirs
         translations = _values_of(ours, family).items()
         theirs = [their_value for their_value, value in translations if value == values[ours]]
         config[names[0]] = theirs[0] if theirs else values[ours]

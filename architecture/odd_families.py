@@ -130,9 +130,7 @@ class MiniMaxM2(OddFamily):
     ) -> dict[str, Any]:
         """Return rotary_fraction, unless the field of transformers 5 gives it."""
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        # It is a text where only plain fields are compared; one in a file is refused elsewhere.
-        inside = rope if isinstance(rope, dict) else {}
-        fraction = inside.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         columns, size = config.get("rotary_dim"), options.get("head_size")
         if fraction is not None or columns is None:
             return {}

@@ -684,3 +684,11 @@ def test_no_shared_experts_may_be_null_in_a_config():
     config = LATENT | {"model_type": "deepseek_v2", "vocab_size": 64, "n_shared_experts": None}
     options, lacks = families.from_config(config, "config.json")
     assert (options["shared_ffn_hidden"], lacks) == (0, [])
+
+
+@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
+def test_a_model_of_any_positions_is_compared_with_every_family(positions):
+    """A run asks for its family when it saves, so each family's class sees models not its own."""
+    model = schema.ModelShape(2, 48, 6, seq_length=16, positions=positions)
+    differing = {family.name for family in families.FAMILIES.values() if family.obstacles(model)}
+    assert {"minimax_m2", "olmo_hybrid", "smollm3"} <= differing
