@@ -290,14 +290,14 @@ MISTAKES = {
     ),
     "the gated norm's gradient not summed over tp": (
         "gated_delta_net",
-        "layers/gated_delta_net.py",
+        "layers/delta_mixer.py",
         "fill=1.0, partial=True",
         "fill=1.0",
         "gated_delta_net.norm.weight",
     ),
     "KDA's norm trained from a partial gradient": (
         "kda",
-        "layers/kimi_delta_attention.py",
+        "layers/delta_mixer.py",
         "fill=1.0, partial=True",
         "fill=1.0",
         "kda.norm.weight",
@@ -305,15 +305,15 @@ MISTAKES = {
     "the state leaks into the next document": (
         "mamba2",
         "layers/mamba2.py",
-        "None, offsets, state, ranks",
-        "None, None, state, ranks",
+        "(segment.offsets, segment.state",
+        "(None, segment.state",
         "which it may not see",
     ),
     "the convolution reads the document before": (
         "short_conv",
-        "layers/short_conv.py",
-        "causal_conv(channels, taps, before, offsets)",
-        "causal_conv(channels, taps, before, None)",
+        "layers/recurrent_mixer.py",
+        "causal_conv(self.channels, taps, self.before, self.offsets)",
+        "causal_conv(self.channels, taps, self.before, None)",
         "which it may not see",
     ),
     "segments in the order of ranks": (
