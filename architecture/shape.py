@@ -40,7 +40,9 @@ class ModelShape:
         needs=Needs(("positions",), ("learned",)),
         file_only=True,
     )
-    vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
+    vocab_size: int = option(
+        50257, "tokens in the vocabulary, before padding; those of --data's tokenizer", minimum=1
+    )
     positions: str = option(
         "learned",
         "position embeddings: learned, ALiBi, or RoPE (rotary)",

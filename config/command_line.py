@@ -30,9 +30,9 @@ from base.errors import UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
 from config import phases, run_lengths
-from config.corpus_record import with_end_token
+from config.corpus_record import vocabulary, with_end_token
 from config.inherited import Inherited, left_out
-from config.phases import PhasePlan
+from config.phases import PhasePlan, prefixes_of
 from config.run_options import Run
 from config.schema import GROUPS, Config, all_options
 from config.validation import check_shape, check_used, unused_rotary
@@ -185,18 +185,19 @@ def parse_request(
     plan = plan or taken.plan
     if plan:
         plan, values = _with_plan(plan, values, given)
+    values, notes_on_corpora = _with_vocabulary(values, taken)
     config = build(values, lacks if plans else None, base)
     config = dataclasses.replace(config, past=taken.past, plan=plan)
     if translation:  # a share of the run, whose length is known only now
         config, given = translation.with_warmup(config, given)
-    config, notes_on_corpora = with_end_token(config)
+    config, notes_on_end = with_end_token(config)
     check_used(config, given)  # UserError if a given option has no effect
     if translation:
         translation.check_meaning(config.model, given)
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
     notes += _note_on_model(given.get("model", ""))
-    notes += notes_on_corpora
+    notes += [*notes_on_corpora, *notes_on_end]
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
@@ -249,6 +250,25 @@ def _with_plan(
         flag = f"--{ends[0].replace('_', '-')} {given[ends[0]]}"
         raise UserError(f"give one of {flag} and train_tokens({plan.train_tokens}) of --phases")
     return plan, {k: v for k, v in values.items() if k not in ("steps", "train_samples")}
+
+
+def _with_vocabulary(values: dict[str, Any], taken: Inherited) -> tuple[dict[str, Any], list[str]]:
+    """Return the options with the --vocab-size of the corpora if no option says it; and notes.
+
+    A run that goes on keeps the vocabulary of its checkpoint. taken: what it takes from there.
+    """
+    if {"vocab_size", "model"} & values.keys():
+        return values, []
+    if taken.model is not None:
+        return values | {"vocab_size": taken.model.vocab_size}, []
+    data = values.get("data")
+    if not data or not isinstance(data, list | tuple):
+        return values, []
+    found = vocabulary(prefixes_of(data))
+    if found is None:
+        return values, []
+    size, path = found
+    return values | {"vocab_size": size}, [f"vocab-size {size}, the tokens of {path}"]
 
 
 def _set_keys(words: Collection[str], flags: Collection[str]) -> dict[str, Any]:

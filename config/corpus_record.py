@@ -2,13 +2,14 @@
 
     record = read("data/books")                 "documents" of data/books.tokenizer_config.json
     config, notes = with_end_token(config)      --eod-token is that of the corpora
+    found = vocabulary(["data/books"])          the size of the vocabulary, and the tokenizer's file
 
 scripts/prepare_data.py and prepare_chats.py write it. A corpus from elsewhere has none, and one of
 an earlier version a part of it: what a corpus does not say is not compared.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,6 +104,33 @@ def _end_id(prefix: str) -> int | None:
         if token.get("content") == record.end:
             return int(token["id"])
     return None
+
+
+def vocabulary(prefixes: Iterable[str]) -> tuple[int, str] | None:
+    """Return the tokens of the largest tokenizer beside corpora, and its file.
+
+    None: a corpus has no tokenizer beside it, or one in another form than `tokenizers` writes, so
+    that its number of tokens is not known.
+    """
+    sizes: list[tuple[int, str]] = []
+    for prefix in prefixes:
+        path = f"{prefix}.tokenizer.json"
+        if not os.path.isfile(path):
+            return None
+        tokenizer = read_object(path)
+        model = tokenizer.get("model")
+        pieces = model.get("vocab") if isinstance(model, dict) else None
+        if isinstance(pieces, dict):
+            ids = list(pieces.values())
+        elif isinstance(pieces, list):  # of unigrams: a piece's id is its index
+            ids = list(range(len(pieces)))
+        else:
+            return None
+        ids += [token.get("id") for token in tokenizer.get("added_tokens") or ()]
+        if not ids or not all(type(number) is int and number >= 0 for number in ids):
+            return None
+        sizes.append((1 + max(ids), path))
+    return max(sizes, default=None)
 
 
 def _prefixes(config: Config) -> Iterator[str]:

@@ -50,6 +50,9 @@ from corpora.token_files import IndexedDataset
 # A blend requests more samples from each part than the part's share, by this ratio. The order of a
 # part depends on the number requested, so the ratio is Megatron's (mid_level_dataset_surplus).
 SURPLUS = 0.005
+# What the error about a split without a sample looks through: those of a small corpus.
+MANY = 10**6  # sequences, of which any share in use is at least one
+OTHER_SPLITS = ("95,5,0", "90,10,0", "80,20,0", "50,50,0", "80,10,10", "34,33,33", "100,0,0")
 
 Samples = GPTSamples | Continued | Blend
 
@@ -177,12 +180,32 @@ class Corpora:
                 return self._by_size(ranges, max(requests))
             return self._by_weight(ranges, requests)
         except UserError as error:
+            advice = f"; {self._advice(number)}" if isinstance(error, TooFewTokens) else ""
             raise type(error)(
-                f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
+                f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}{advice}"
             ) from None
         except MemoryError:
             name = f"{max(requests):,} {SPLITS[number]} samples"
             raise UserError(f"no memory for the order of {name}") from None
+
+    def _advice(self, number: int) -> str:
+        """Return the first of OTHER_SPLITS that gives the run's splits a sample of each corpus.
+
+        These are split `number`, and train and validation as --split gives them a share.
+        """
+        shares = split_ranges(self.config.data.split, MANY)
+        needed = {number, *(which for which in (0, 1) if shares[which])}
+        length = self.config.model.seq_length
+        for split in OTHER_SPLITS:
+            ranges = [split_ranges(split, len(dataset)) for dataset in self.datasets]
+            if all(
+                dataset.tokens_in(of_corpus[which]) > length
+                for dataset, of_corpus in zip(self.datasets, ranges)
+                for which in needed
+            ):
+                return f"--split {split} would do"
+        sizes = [f"the {len(each)} documents of {each.prefix}" for each in self.datasets]
+        return f"no split of {', '.join(sizes)} would do: add texts, or make --seq-length smaller"
 
     def test_split(self, num_samples: int) -> tuple[Samples | None, tuple[str, ...]]:
         """Return at least `num_samples` samples of the test split, and notes for the log.

@@ -287,7 +287,6 @@ class Context(Meeting):
         if self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:
                 time.sleep(SECONDS_TO_BE_ENDED)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: hide MPI_Abort's message
             self.end_all_ranks(status)
         if self.launch.mpi:  # under srun; mpirun was handled above
             from mpi4py import MPI
@@ -349,6 +348,8 @@ class Context(Meeting):
         if self.launch.mpi:
             from mpi4py import MPI
 
+            # The reason has been printed, so MPI_Abort's own line is hidden.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             MPI.COMM_WORLD.Abort(status)
         os._exit(status)
 

@@ -263,3 +263,51 @@ def test_checksums_and_documents_stay(corpora):
     """The record is beside the corpus, whose files are those of Megatron."""
     assert IndexedDataset(str(corpora / "a")).tokens == IndexedDataset(str(corpora / "b")).tokens
     assert (corpora / "a.bin").read_bytes() == (corpora / "b.bin").read_bytes()
+
+
+# ---- The size of the vocabulary ------------------------------------------------------------------
+
+
+def parsed(*words):
+    return parse_request([*SHAPE.removesuffix(" --vocab-size ").split(), *map(str, words)])
+
+
+def test_without_vocab_size_it_is_that_of_the_corpora(corpora):
+    found = parsed("--data", corpora / "a", corpora / "c")
+    assert found.config.model.vocab_size == 300
+    assert f"vocab-size 300, the tokens of {corpora}/c.tokenizer.json" in found.notes
+    assert text.unused_rows(found.config) is None
+    assert "vocab_size" not in found.given
+    assert parsed("--data", corpora / "a").config.model.vocab_size == 257
+    given = parsed("--data", corpora / "a", "--vocab-size", 400)
+    assert given.config.model.vocab_size == 400
+    named = parse_request(["--model", "gpt2-124m", "--steps", "1", "--data", f"{corpora}/a"])
+    assert named.config.model.vocab_size == 50257, "the model is said, with its vocabulary"
+
+
+def test_a_vocabulary_that_is_not_known_is_the_default(corpora):
+    (corpora / "b.tokenizer.json").unlink()
+    assert parsed("--data", corpora / "a", corpora / "b").config.model.vocab_size == 50257
+    for wrong in ('{"model": {"vocab": 3}}', "{}", '{"model": {"vocab": {"a": "x"}}}'):
+        (corpora / "b.tokenizer.json").write_text(wrong)
+        assert parsed("--data", corpora / "b").config.model.vocab_size == 50257, wrong
+    unigrams = {"model": {"vocab": [["a", 0.0], ["b", 1.0]]}, "added_tokens": [{"id": 2}]}
+    (corpora / "b.tokenizer.json").write_text(json.dumps(unigrams))
+    assert parsed("--data", corpora / "b").config.model.vocab_size == 3
+    assert parsed("--data", "synthetic").config.model.vocab_size == 50257
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_goes_on_with_the_vocabulary_of_its_checkpoint(again, corpora, tmp_path):
+    """A run of an earlier version began with 50,257 rows beside a corpus of 257.
+
+    again: the command that goes on says the shape again, without the vocabulary.
+    """
+    out = ["--out", str(tmp_path / "run"), "--save-every", "1", "--device", "cpu"]
+    run = [*SHAPE.split(), "400", "--data", f"{corpora}/a", *out, "--stop-at-samples", "4"]
+    assert fork_one("train.py", *run).status == 75
+    words = SHAPE.removesuffix(" --vocab-size ").split() if again else []
+    ended = fork_one("train.py", *words, "--data", f"{corpora}/a", *out, "--resume", "auto")
+    assert ended.status == 0, ended.err
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["model"]["vocab_size"] == 400

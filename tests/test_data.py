@@ -71,6 +71,27 @@ def test_a_test_split_without_a_sample_is_a_note(tmp_path):
     assert "hold 4 tokens, but one sample takes seq-length(8) + 1" in note
 
 
+@pytest.mark.parametrize(
+    ("documents", "split", "advice"),
+    [
+        ([30] * 12, "969,30,1", "--split 95,5,0 would do"),  # 12 * 0.969 rounds to all of them
+        ([30] * 8, "969,30,1", "--split 90,10,0 would do"),
+        ([30] * 2, "969,30,1", "--split 50,50,0 would do"),
+        ([30] * 8 + [2], "8,1,0", "--split 80,20,0 would do"),  # the last document is too short
+        ([900], "969,30,1", "no split of the 1 documents of "),
+        ([5, 5], "1,1", "no split of the 2 documents of "),
+    ],
+)
+def test_a_split_that_is_too_small_names_one_that_would_do(tmp_path, documents, split, advice):
+    write_corpus(f"{tmp_path}/c", documents)
+    with pytest.raises(UserError) as refused:
+        data.build(config_of([tmp_path / "c"], split=split, eval_samples=4, eval_every=1))
+    assert advice in str(refused.value)
+    if advice.endswith("would do"):
+        other = advice.split()[1]
+        data.build(config_of([tmp_path / "c"], split=other, eval_samples=4, eval_every=1))
+
+
 @pytest.mark.parametrize("foreign", [VOCAB, -1])
 def test_a_foreign_token_is_named_before_it_is_used(tmp_path, foreign):
     with IndexedDatasetWriter(f"{tmp_path}/c", 70000) as writer:

@@ -22,6 +22,7 @@ from ranks import (
 )
 
 from base.errors import UserError
+from corpora.token_files import IndexedDatasetWriter
 from distributed import launch as launch_of_rank
 from distributed.launch import BY_VARIABLES, Launch, Local, check_launch, discover, find_local
 
@@ -411,6 +412,18 @@ def test_a_port_that_is_in_use():
         outcome = start(START, timeout=300, **{key: str(value) for key, value in places.items()})
     port = places["MASTER_PORT"]
     check_refused(outcome, f"port {port} (MASTER_PORT) of ", "give torchrun another --master-port")
+
+
+def test_after_ranks_have_met_a_mistake_is_the_last_line(tmp_path):
+    """MPI_Abort, which ends the other ranks, writes a line of its own."""
+    with IndexedDatasetWriter(f"{tmp_path}/c", 16) as writer:
+        writer.add_document([1] * 90)
+    words = "--layers 1 --hidden 8 --heads 2 --vocab-size 16 --seq-length 8 --tp 2 --device cpu "
+    words += f"--steps 1 --global-batch-size 2 --data {tmp_path}/c --eval-every 1 --eval-samples 2"
+    outcome = start([*mpi_command(2), sys.executable, "train.py", *words.split()], timeout=300)
+    assert outcome.status == 2
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("error: validation samples (--split 95,5,0)"), outcome.err
 
 
 @pytest.mark.slow
