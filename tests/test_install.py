@@ -329,6 +329,26 @@ def test_the_page_as_it_is_printed(title, commands, own, trained):
     assert len(out.splitlines()) >= expected[title]
 
 
+@pytest.mark.slow
+def test_the_cells_of_the_notebook(commands, own):
+    """As a kernel runs them, one after the other in one namespace; no picture is shown."""
+    notebook = json.loads((ROOT / "examples/notebook/first_hour.ipynb").read_text())
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert len(cells) >= 6
+    (own / "cells.json").write_text(json.dumps(cells))
+    code = "import json, matplotlib; matplotlib.use('Agg'); names = {'__name__': 'notebook'}\n"
+    code += "for cell in json.load(open('cells.json')): exec(cell, names); print('---')"
+    status, out, err = run_in(own, commands / "python", "-c", code)
+    assert status == 0, err
+    plan, steps, *_, weights, text, last = out.split("---\n")
+    assert plan.count(" s\n") == 3
+    before, after = map(float, steps.split(" -> "))
+    assert after < before / 2
+    assert "blocks.0.attention.qkv.weight  (4, 3, 16, 64)" in weights
+    assert text.startswith("1 2 3 ")
+    assert last == ""
+
+
 def test_lm_eval_of_texts_or_what_it_needs(tmp_path):
     """With the packages of requirements-lm-eval.txt the script runs, a small task from a file."""
     texts = tmp_path / "texts.jsonl"
