@@ -4,6 +4,7 @@
     python runs.py show RUN                      what has one run done, how fast, with what?
     python runs.py chart RUN ... [--out FILE]    a page of losses over tokens, seconds and FLOPs
     python runs.py page RUN ... [--out FILE]     a page for the morning: loss, tasks, speed, corpora
+    python runs.py against recipes/NAME RUN      is a run the known one, in any layout? Status 1: no
     python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
     python runs.py diff RUN                      does a restart repeat the steps before the stop?
     python runs.py diff RUN --spikes             in what do spikes differ from the step before?
@@ -32,7 +33,7 @@ with errors.installed():
     from base.cli import Parser
     from base.errors import UserError
     from checkpointing.folders import is_checkpoint
-    from tools.numerics import chart, diff, layers, page, run_page, spikes, table
+    from tools.numerics import against, chart, diff, layers, page, run_page, spikes, table
 
 # The columns of the table of `runs.py list` by which it can be sorted.
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
@@ -80,6 +81,14 @@ def _diff(given: argparse.Namespace) -> int:
         text = json.dumps(result, indent=1)
     print(errors.printable(text))
     return int(result["differs"])
+
+
+def _against(given: argparse.Namespace) -> int:
+    """Print whether a run is that of a recipe; return the exit status: 1 if it is not, else 0."""
+    found = against.compare(given.recipe, given.run)
+    text = json.dumps(found, indent=1) if given.json else against.text(found)
+    print(errors.printable(text))
+    return int(found["differs"])
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -145,6 +154,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
     text = "HTML page to write, default: page.html"
     command.add_argument("--out", metavar="FILE", default="page.html", help=text)
+    command = commands.add_parser("against", help="is a run the known one of a recipe?")
+    command.set_defaults(answer=_against)
+    text = "folder of a known run, such as recipes/dense-1m"
+    command.add_argument("recipe", metavar="RECIPE", type=Path, help=text)
+    command.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    command.add_argument("--json", action="store_true", help="print all that was found as JSON")
     command = commands.add_parser("diff", help="why do two runs differ?")
     command.set_defaults(answer=_diff)
     text = "explain the spikes of RUN_A (train.py --on-spike) against the steps before them"

@@ -41,7 +41,9 @@ class ModelShape:
         file_only=True,
     )
     vocab_size: int = option(
-        50257, "tokens in the vocabulary, before padding; not given: those of --data's tokenizer", minimum=1
+        50257,
+        "tokens in the vocabulary, before padding; not given: those of --data's tokenizer",
+        minimum=1,
     )
     positions: str = option(
         "learned",

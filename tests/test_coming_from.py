@@ -14,7 +14,9 @@ FLAG = re.compile(r"`--([a-z0-9_-]+)")
 def rows() -> list[list[str]]:
     """The cells of the table of options, without its two head lines."""
     (table,) = re.findall(r"^\| Trine \| Megatron-LM .*\n\|[ |-]+\n((?:\|.*\n)+)", TEXT, re.M)
-    return [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()]
+    return [
+        [cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()
+    ]
 
 
 def test_each_option_of_ours_exists():

@@ -54,8 +54,8 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     Raise UserError if a folder is no run or has no step.
     """
     records = [read_steps(a), read_steps(b)]
-    result = _compare_records(records, [str(a), str(b)])
-    traces = _compare_traces(records)
+    result = compare_records(records, [str(a), str(b)])
+    traces = compare_traces(records)
     result |= traces | {"notes": result["notes"] + traces["notes"]}
     if not result["traces"]:
         # No step is traced in both runs: name the commands that trace the step that differs.
@@ -80,7 +80,7 @@ def compare_restart(folder: Path) -> dict[str, Any]:
     if resumed_at > last:
         resumed = f"{folder} was resumed at step {resumed_at}, after its last step {last}"
         raise UserError(f"{resumed}: it has trained no step twice")
-    result = _compare_records(records, [f"{folder} before the last stop", f"{folder} after it"])
+    result = compare_records(records, [f"{folder} before the last stop", f"{folder} after it"])
     result |= {"traces": [], "tensor": None, "measured_in_steps": []}
     kinds = ("data", "settings", "losses", "evaluations")
     result["differs"] = any(result[kind] for kind in kinds)
@@ -91,7 +91,7 @@ def compare_restart(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _compare_records(records: list[Record], titles: list[str]) -> dict[str, Any]:
+def compare_records(records: list[Record], titles: list[str]) -> dict[str, Any]:
     """Return the differences of two runs' options and metrics; titles: names of A and B.
 
     The traces are not compared here.
@@ -142,13 +142,13 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
         _first_difference(rows, "loss", unit),
         _first_difference(rows, "grad_norm", unit * NORM_OVER_LOSS),
     ]
-    of_evaluations = [_evaluations(record.rows) for record in records]
+    of_evaluations = [evaluations(record.rows) for record in records]
     names = {name for rows in of_evaluations for row in rows.values() for name in row}
-    evaluations = [_first_difference(of_evaluations, name, unit) for name in sorted(names)]
+    of_all = [_first_difference(of_evaluations, name, unit) for name in sorted(names)]
     return {
         "settings": list(filter(None, settings)),
         "losses": _earliest(losses),
-        "evaluations": _earliest(evaluations),
+        "evaluations": _earliest(of_all),
     }
 
 
@@ -157,7 +157,7 @@ def _earliest(found: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     return min(filter(None, found), key=itemgetter("step"), default=None)
 
 
-def _evaluations(rows: list[dict[str, Any]]) -> Rows:
+def evaluations(rows: list[dict[str, Any]]) -> Rows:
     """Return the losses of evaluations by their columns, such as "validation_loss", by step."""
     found: Rows = {}
     for row in rows:
@@ -193,7 +193,7 @@ def _first_difference(rows: list[Rows], name: str, unit: float) -> dict[str, Any
     return None
 
 
-def _compare_traces(records: list[Record]) -> dict[str, Any]:
+def compare_traces(records: list[Record]) -> dict[str, Any]:
     """Compare the steps that both runs have traced, up to the first step with a difference.
 
     Return traces: the names of the files that both runs have; tensor: the first tensor, in the
