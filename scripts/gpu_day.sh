@@ -4,6 +4,8 @@
 # gpu-day.json, gpu-day.log, calibration.toml and machine.toml; with --parts it keeps what it has of other
 # parts.
 #
+#     bash scripts/gpu_day.sh --out DIR --first      ten minutes: is new code right over NCCL, and its launches
+#     bash scripts/gpu_day.sh --out DIR --second     ten minutes: its figures beside those of before
 #     bash scripts/gpu_day.sh --out DIR              all parts; the four lines below are the same in pieces
 #     bash scripts/gpu_day.sh --out DIR --parts facts,train,train-compile,llama,models,profile   is it fast?
 #     bash scripts/gpu_day.sh --out DIR --parts cuda,nccl          is it right? CUDA tests, NCCL tests

@@ -2,11 +2,12 @@
 
     ranks.start_ranks(2, "tests/nccl_worker.py", "CASES.json", "RESULTS.jsonl", "cuda", "nccl")
 
-A case is a dictionary of option names, as in golden_worker.py. A case that takes longer than
-SECONDS is a hang: every rank prints its stacks and exits with status 1. A case that fails on every
-rank alike is a line with `error`, and the next one follows.
+A case is a dictionary of option names, and "nodes", as in golden_worker.py. A case that takes
+longer than SECONDS is a hang: every rank prints its stacks and exits with status 1. A case that
+fails on every rank alike is a line with `error`, and the next one follows.
 """
 
+import dataclasses
 import faulthandler
 import json
 import sys
@@ -15,8 +16,10 @@ import traceback
 from pathlib import Path
 
 import golden_worker
+import torch
 
 import trainer
+from architecture import dispatch
 from config import run_options, schema, validation
 from distributed import preflight
 from distributed.context import Context, start
@@ -38,6 +41,11 @@ def outcome(case: dict, context: Context) -> dict:
         if preflight.warms_up(state.config, context.device.type):
             trainer.warm_up(state, samples, 0)
 
+    case = dict(case)
+    nodes = case.pop("nodes", "a" * context.size)
+    context.places = [dataclasses.replace(p, node=n) for p, n in zip(context.places, nodes)]
+    if case.get("compile"):
+        torch.compiler.reset()  # else the shapes of all cases would count towards one limit
     try:
         config = validation.check(golden_worker.options(case), context.size)
         result = golden_worker.run(config, context, warm_up)
@@ -69,4 +77,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    dispatch.LEAST_SPARED = 0.0  # with experts on several nodes a token is always sent once to each
     main()

@@ -77,11 +77,34 @@ def test_the_day_measures_a_model_before_it_tests(tmp_path):
         *("facts", "train", "train-compile", "llama", "llama-compile", "experts"),
         *("models", "profile"),
         *("cuda", "nccl"),
+        *("groups", "muon", "muon-fp32", "windows", "windows-compile", "known"),
         *("ceilings", "calibration", "runs", "asked", "nccl4"),
     ]
     with_tests = {p.name: p.command for p in gpu_day.all_parts(tmp_path, False, "cp or zb-v")}
     assert "(cp or zb-v) and four-ranks" in with_tests["nccl4"]
     assert "(cp or zb-v) and not four-ranks" in with_tests["nccl"]
+
+
+def test_two_calls_of_ten_minutes(tmp_path):
+    """What a set has to do ends within its call, also if each part takes all that it may."""
+    limits = {part.name: part.limit for part in gpu_day.all_parts(tmp_path, rehearse=False)}
+    assert set(gpu_day.SETS) == {"first", "second"}
+    for names in gpu_day.SETS.values():
+        assert sum(limits[name] for name in names) <= gpu_day.CALL
+
+
+@pytest.mark.slow
+def test_the_new_parts_of_both_calls_run_on_a_cpu(tmp_path):
+    script = ["bash", "scripts/gpu_day.sh", "--rehearse", "--out", str(tmp_path)]
+    parts = "groups,muon,muon-fp32,windows,windows-compile,known"
+    outcome = start([*script, "--parts", parts], timeout=400)
+    assert outcome.status == 0, outcome.err
+    text, found = read(tmp_path)
+    assert {part["status"] for part in found.values()} == {"done"}, text
+    assert found["groups"]["data"].keys() == {"groups_2", "groups_4", "groups_8"}
+    wrong = start([*script, "--first", "--second"], timeout=60)
+    assert wrong.status == 2
+    assert "not allowed with" in wrong.err
 
 
 def test_an_allocator_that_fails_is_tried_first_and_avoided(monkeypatch):

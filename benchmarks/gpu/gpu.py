@@ -3,6 +3,7 @@
     python benchmarks/gpu/gpu.py facts --section FILE        driver, torch, NCCL, clocks, packages
     python benchmarks/gpu/gpu.py ceilings --section FILE     GEMMs, attention kernels, copies
     python benchmarks/gpu/gpu.py calibration --section FILE --calibration FILE.toml
+    python benchmarks/gpu/gpu.py groups --section FILE       memory of communicators, two ranks
 
 Each is a part of scripts/gpu_day.sh. FILE becomes {"lines": Markdown, "data": {...}}, written anew
 with every finding. --device cpu tries the same with small shapes.
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,6 +30,7 @@ sys.path.insert(0, str(ROOT))  # the project's own modules
 from benchmarks.device_rates import EDGE, copy_rate, gemm_rate, seconds_of
 from config.command_line import parse as parse_options
 from costs import hardware
+from distributed import local_ranks
 from tools.checker import bandwidth
 
 # (options of train.py, micro-batch): the models of all parts, the most important first.
@@ -208,10 +211,69 @@ def context_bytes() -> float:
     return float(total - free - torch.cuda.memory_reserved())
 
 
+# ---- Communicators -------------------------------------------------------------------------------
+
+GROUPS = (2, 4, 8)  # so many groups exist beside that of all ranks
+RANK_OF_GROUPS = """
+import sys
+from config.run_options import Run
+from distributed.context import start
+from distributed.launch import discover
+from benchmarks.gpu.gpu import grow_groups
+
+context = start(discover(), Run(device=sys.argv[1], watchdog=False))
+grow_groups(context)
+context.stop()
+"""
+
+
+def groups(device: str, section: Section) -> None:
+    """Report the bytes that each group of two ranks takes outside torch's allocator.
+
+    Both ranks are on the one GPU. On CPUs the resident bytes of rank 0 take their place.
+    """
+    places = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    places |= {"MASTER_PORT": str(local_ranks.free_port()), "TORCHELASTIC_RUN_ID": "groups"}
+    places |= {"TRINE_TEST_SHARE_GPU": "1", "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RANK_OF_GROUPS, device]
+    ranks = []
+    for rank in "01":
+        environment = os.environ | places | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    printed = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"a rank failed: {printed}")
+    lines = [line for line in printed[0].splitlines() if line.startswith("{")]
+    for found in map(json.loads, lines):
+        section.add(f"* {found['groups']} groups: {found['bytes'] / 2**20:.1f} MiB more than none")
+        section.add(**{f"groups_{found['groups']}": found["bytes"]})
+
+
+def grow_groups(context: Any) -> None:
+    """Make groups of all ranks one after the other, use each, and print what they take."""
+
+    def taken() -> int:
+        if context.device.type == "cpu":
+            return psutil.Process().memory_info().rss
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    number = torch.zeros(1, device=context.device)
+    torch.distributed.all_reduce(number)
+    before, kept = taken(), []
+    for count in GROUPS:
+        while len(kept) < count:
+            kept.append(torch.distributed.new_group())
+            torch.distributed.all_reduce(number, group=kept[-1])
+        if context.rank == 0:
+            print(json.dumps({"groups": count, "bytes": taken() - before}), flush=True)
+
+
 def main() -> None:
     """One part, into its section's file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("facts", "ceilings", "calibration"))
+    parser.add_argument("part", choices=("facts", "ceilings", "calibration", "groups"))
     parser.add_argument("--section", required=True, help="file for the findings")
     parser.add_argument("--calibration", help="TOML file to write")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -222,7 +284,7 @@ def main() -> None:
     if o.part == "calibration":
         calibration(o.device, section, o.calibration or "calibration.toml")
     else:
-        {"facts": facts, "ceilings": ceilings}[o.part](o.device, section)
+        {"facts": facts, "ceilings": ceilings, "groups": groups}[o.part](o.device, section)
 
 
 if __name__ == "__main__":

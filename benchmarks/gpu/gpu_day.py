@@ -1,12 +1,13 @@
 """All that a borrowed GPU should be used for, in order of worth; `scripts/gpu_day.sh` starts it.
 
-    python benchmarks/gpu/gpu_day.py --out DIR [--rehearse] [--seconds 540]
+    python benchmarks/gpu/gpu_day.py --out DIR [--rehearse] [--seconds 540] [--first | --second]
                                  [--parts facts,nccl] [--tests 'cp or zb-v']
 
 A model is measured before anything is tested. Every part is a process with a time limit of its own;
 one that fails or is ended stops no other. A part that is asked for alone may take all of the time.
 DIR/gpu-day.md and gpu-day.json are written anew when a part begins and when it ends: a kill loses
-nothing. With --parts the results of other parts that are in DIR stay. DIR/gpu-day.log has all
+nothing. --first and --second are two calls of ten minutes each (SETS).
+With --parts the results of other parts that are in DIR stay. DIR/gpu-day.log has all
 output, DIR/calibration.toml the rates for plan.py and tune.py, DIR/machine.toml the planner's
 constants by runs. What is printed last is what was asked beside what was seen, then why parts
 failed, and the command that runs these again.
@@ -41,13 +42,23 @@ REHEARSAL_LIMITS = 4.0  # a CPU takes several times as long
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
 # Options of train.py by model. `gpt` is the first of gpu.MODELS, as gpu_models.py runs it, and
 # `experts` are four of the 16 blocks of OLMoE.
+SMALL = "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 "
+SMALL += "--micro-batch-size 2 --global-batch-size 16"
 TRAIN = {
     "cuda": {
+        "muon": "--model llama-3.2-1b --micro-batch-size 2 --global-batch-size 16 --optimizer muon",
+        "windows": "--model gpt-oss-20b --layers 4 --micro-batch-size 1 --global-batch-size 4 "
+        "--reset-attention --eod-token 0",
+        "known": "--model gpt2-124m --micro-batch-size 16 --global-batch-size 64 --seed 1",
         "gpt": " ".join(known_model("cuda", 1)),  # as check.py --cluster trains it on several GPUs
         "llama": "--model llama-3.2-1b --micro-batch-size 2 --global-batch-size 16",
         "experts": "--model olmoe-1b-7b --layers 4 --micro-batch-size 2 --global-batch-size 16",
     },
     "cpu": {
+        "muon": f"{SMALL} --optimizer muon",
+        "windows": f"{SMALL} --positions rotary --set window=16 window_blocks=1:1 sinks=true "
+        "--reset-attention --eod-token 0",
+        "known": SMALL,
         "gpt": "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 "
         "--micro-batch-size 2 --global-batch-size 16",
         "llama": "--layers 2 --hidden 64 --heads 4 --kv-heads 2 --seq-length 64 --vocab-size 512 "
@@ -56,6 +67,16 @@ TRAIN = {
         "experts": "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --experts 8 "
         "--experts-per-token 2 --no-bias --micro-batch-size 2 --global-batch-size 16",
     },
+}
+# Two calls of ten minutes: first whether new code is right over NCCL, and its launches; then
+# figures of what only a GPU has. The limits of a set add up to less than CALL.
+CALL = 580.0
+SETS = {
+    "first": ["facts", "groups", "nccl", "experts"],
+    "second": [
+        *("train", "train-compile", "muon", "muon-fp32"),
+        *("windows", "windows-compile", "known"),
+    ],
 }
 MOST_PRINTED = 3000  # characters on a part that failed
 
@@ -122,6 +143,12 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
         Part("nccl", "NCCL tests of two ranks on one GPU", 340, two_ranks),
     ]
     others = [
+        Part("groups", "Memory of communicators", 60, (gpu, "groups", *device), True),
+        Part("muon", "Llama 3.2 1B, Muon in bf16", 60, train("muon", "--set", "muon_dtype=bf16")),
+        Part("muon-fp32", "Muon in fp32", 60, train("muon", "--set", "muon_dtype=master")),
+        Part("windows", "Windows, sinks, documents", 70, train("windows")),
+        Part("windows-compile", "The same, --compile", 100, train("windows", "--compile")),
+        Part("known", "GPT-2 124M", 80, train("known", "--compile")),
         Part("ceilings", "Ceilings", 60, (gpu, "ceilings", *device), True),
         Part("calibration", "Calibration", 40, (gpu, "calibration", *device, *rates), True),
         Part("runs", "Runs for the planner", 120, (*asked, "runs"), True),
@@ -288,7 +315,12 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small shapes")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for all parts together")
-    parser.add_argument("--parts", help="names of parts, with commas; default: all")
+    chosen_parts = parser.add_mutually_exclusive_group()
+    chosen_parts.add_argument("--parts", help="names of parts, with commas; default: all")
+    for name, names in SETS.items():
+        chosen_parts.add_argument(
+            f"--{name}", action="store_const", dest="parts", const=",".join(names), help="a call"
+        )
     parser.add_argument("--tests", help="of the parts that are tests: pytest's -k")
     o = parser.parse_args()
     out = Path(o.out).resolve()
