@@ -115,6 +115,11 @@ class Family:
         """Whether the family's positions are rotary."""
         return "rotary_base" in self.fields
 
+    @property
+    def may_have_experts(self) -> bool:
+        """Whether a model of the family has experts, or may have them."""
+        return "experts" in self.fields or self.odd.may_have_experts
+
     def obstacles(self, model: ModelShape) -> list[str]:
         """Return a text for each option that keeps a model out of the family.
 
@@ -250,7 +255,7 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     """
     candidates = FAMILIES if name is None else {name: FAMILIES[name]}
     if name is None and model.experts > 1:  # a family without experts is never near
-        candidates = {key: family for key, family in FAMILIES.items() if "experts" in family.fields}
+        candidates = {key: family for key, family in FAMILIES.items() if family.may_have_experts}
     obstacles = {family.name: family.obstacles(model) for family in candidates.values()}
     # `min` returns the first family without obstacles, if there is one.
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))

@@ -16,6 +16,8 @@ from architecture.shape import ModelShape
 from base.errors import UserError
 
 MOST_LAYERS = 10_000  # more are refused later, with the limit
+# Types of blocks by the names that files of transformers 4 have.
+OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class OddFamily:
@@ -23,12 +25,14 @@ class OddFamily:
 
     names: the fields of config.json that the class reads and writes. null_tokens: the ids of
     special tokens that transformers takes if config.json has null. unused_of_rope: fields of the
-    object of rotary positions that change nothing.
+    object of rotary positions that change nothing. may_have_experts: whether the class reads the
+    number of experts, which may be none.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     null_tokens: ClassVar[dict[str, Any]] = {}
     unused_of_rope: ClassVar[tuple[str, ...]] = ()
+    may_have_experts: ClassVar[bool] = False
 
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
@@ -200,6 +204,7 @@ class Hybrid(OddFamily):
         types = self.types(config, layers) if types is None else types
         if not isinstance(types, list) or len(types) != layers:
             raise UserError(f"layer_types is {types!a:.80}, not a list of {layers} blocks")
+        types = [OLDER_TYPES.get(str(name), name) for name in types]
         known = (self.block_type, "full_attention")
         if unknown := {str(name) for name in types} - {*known}:
             lacks.append(f"layer_types has {min(unknown)!a:.80}; here: {', '.join(known)}")
@@ -375,6 +380,160 @@ class OlmoHybrid(Hybrid):
         return fields
 
 
+def check_steps(config: dict[str, Any], lacks: list[str]) -> None:
+    """Add a sentence to `lacks` if Mamba-2's steps have other limits than 0 and infinity."""
+    limits = config.get("time_step_limit", [0.0, math.inf])
+    # transformers 5 writes infinity as an object.
+    if limits not in ([0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]):
+        lacks.append(f"time_step_limit is {limits!a:.80}; here it is 0 and infinity")
+
+
+class Mamba(Hybrid):
+    """Bamba and Granite 4: Mamba-2, whose heads together are a multiple of the hidden size."""
+
+    names: ClassVar[tuple[str, ...]] = (
+        *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+        *("mamba_conv_bias", "mamba_expand", "time_step_limit"),
+    )
+    mixer = "mamba2"
+    block_type = "linear_attention"
+    sizes: ClassVar = {
+        "mixer_kernel": ("mamba_d_conv", 4),
+        "mixer_conv_bias": ("mamba_conv_bias", True),
+        "mixer_key_heads": ("mamba_n_groups", 1),
+        "mixer_key_size": ("mamba_d_state", 256),
+        "mixer_value_heads": ("mamba_n_heads", 128),
+        "mixer_value_size": ("mamba_d_head", "auto"),
+    }
+
+    def size(self, ours: str, config: dict[str, Any], found: dict[str, Any]) -> Any:
+        """Return an option of the mixer; the width of a head may follow from all heads'."""
+        value = super().size(ours, config, found)
+        if value != "auto":
+            return value
+        columns, heads = self.columns(config, found), found["mixer_value_heads"]
+        return columns // heads if columns and type(heads) is int and heads > 0 else None
+
+    def columns(self, config: dict[str, Any], found: dict[str, Any]) -> int | None:
+        """Return the columns of all heads; None if a field is no number, which is refused later."""
+        expand, hidden = config.get("mamba_expand", 2), found.get("hidden")
+        if type(expand) not in (int, float) or type(hidden) is not int:
+            return None
+        return int(expand * hidden)
+
+    def read(
+        self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
+    ) -> dict[str, Any]:
+        """Return the mixer, its blocks and sizes."""
+        found = super().read(config, options, lacks)
+        check_steps(config, lacks)
+        heads, size = found.get("mixer_value_heads"), found.get("mixer_value_size")
+        columns = self.columns(config, options)
+        if type(heads) is int and type(size) is int and heads * size != columns:
+            lacks.append(
+                f"mamba_n_heads({heads}) * mamba_d_head({size}) is not mamba_expand * hidden_size("
+                f"{columns})"
+            )
+        return found
+
+    def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the types of blocks, the sizes, and the columns over the hidden size."""
+        columns = model.mixer_value_heads * model.mixer_value_size
+        mixes = model.mixer != "attention"
+        expand = {"mamba_expand": max(1, columns // model.hidden)} if mixes else {}
+        return super().write(model, config) | expand
+
+
+class Bamba(Mamba):
+    """Bamba: a list has the blocks with attention; half of a head's columns have positions."""
+
+    names = ("attn_layer_indices", "partial_rotary_factor", *Mamba.names)
+
+    def types(self, config: dict[str, Any], layers: int) -> list[str]:
+        """Return attention in the blocks of the list."""
+        attends = config.get("attn_layer_indices") or []
+        if not isinstance(attends, list):
+            raise UserError(f"attn_layer_indices is {attends!a:.80}, not a list of blocks")
+        return ["full_attention" if n in attends else self.block_type for n in range(layers)]
+
+    def read(
+        self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
+    ) -> dict[str, Any]:
+        """Return the mixer, and the share of a head with positions.
+
+        transformers takes a half whatever partial_rotary_factor beside the object of rotary
+        positions is; inside of that it is read.
+        """
+        found = super().read(config, options, lacks)
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        beside = config.get("partial_rotary_factor")
+        if not isinstance(rope, dict) or rope.get("partial_rotary_factor") is not None:
+            return found
+        if beside not in (None, 0.5):
+            lacks.append(f"partial_rotary_factor is {beside!a:.80}; here, as in transformers, 0.5")
+        return found | {"rotary_fraction": 0.5}
+
+    def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the blocks with attention and the sizes."""
+        fields = super().write(model, config)
+        types = fields.pop("layer_types")
+        attends = [n for n, name in enumerate(types) if name != self.block_type]
+        return fields | {"attn_layer_indices": attends}
+
+
+class GraniteHybrid(Mamba):
+    """Granite 4: Mamba-2, experts beside an MLP or that MLP alone, and attention with or without
+    positions.
+    """
+
+    names = (
+        *("layer_types", "layers_block_type", "position_embedding_type", "num_local_experts"),
+        *("num_experts_per_tok", "intermediate_size", "shared_intermediate_size"),
+        *Mamba.names,
+        *Granite.names,
+    )
+    may_have_experts = True
+
+    def types(self, config: dict[str, Any], layers: int) -> list[str]:
+        """Return the list by its other name, or Mamba-2 in all blocks."""
+        return config.get("layers_block_type") or [self.block_type] * layers
+
+    def read(
+        self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
+    ) -> dict[str, Any]:
+        """Return the mixer, the MLPs, and whether attention has positions."""
+        found = super().read(config, options, lacks) | Granite().read(config, options, lacks)
+        positions = config.get("position_embedding_type")
+        found["rotary_blocks"] = "all" if positions == "rope" else "none"
+        return found | self.mlps(config, lacks)
+
+    def mlps(self, config: dict[str, Any], lacks: list[str]) -> dict[str, Any]:
+        """Return the widths of the MLPs and the numbers of experts."""
+        shared = config.get("shared_intermediate_size", 1024)
+        experts = config.get("num_local_experts", 8)
+        if not experts:
+            return {"ffn_hidden": shared}
+        if experts == 1:
+            lacks.append("num_local_experts is 1; here none, or 2 and more")
+        width = config.get("intermediate_size", 11008)
+        chosen = config.get("num_experts_per_tok", 2)
+        widths = {"ffn_hidden": width, "expert_ffn_hidden": width, "shared_ffn_hidden": shared}
+        return widths | {"experts": experts, "experts_per_token": chosen}
+
+    def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
+        """Return all fields of the class."""
+        experts, width, shared = 0, model.ffn_hidden, model.ffn_hidden
+        if model.experts > 1:
+            experts, width = model.experts, model.expert_ffn_hidden
+            shared = model.shared_ffn_hidden
+        chosen = model.experts_per_token if experts else 0
+        mlps = {"num_local_experts": experts, "num_experts_per_tok": chosen}
+        mlps |= {"intermediate_size": width, "shared_intermediate_size": shared}
+        positions = {"position_embedding_type": "rope" if model.rotary_blocks == "all" else None}
+        fields = super().write(model, config) | Granite().write(model, config)
+        return fields | mlps | positions
+
+
 ODD: dict[str, OddFamily] = {
     "nothing": OddFamily(),
     "granite": Granite(),
@@ -384,6 +543,8 @@ ODD: dict[str, OddFamily] = {
     "minimax_m2": MiniMaxM2(),
     "lfm2": Lfm2(),
     "olmo_hybrid": OlmoHybrid(),
+    "bamba": Bamba(),
+    "granite_hybrid": GraniteHybrid(),
     "qwen3_5": Qwen35(),
     "qwen3_next": Qwen3Next(),
 }

@@ -256,6 +256,38 @@ QWEN35 = (
         "use_cache": True,
     }
 )
+MAMBA = {
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 12,
+    "mamba_proj_bias": False,
+}
+GRANITE4 = (
+    {k: v for k, v in GRANITE.items() if k != "mlp_bias"}
+    | MAMBA
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "bos_token_id": EOS,
+        "eos_token_id": EOS,
+        "init_method": "mup",
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 0,
+        "num_hidden_layers": 4,
+        "num_local_experts": 0,
+        "output_router_logits": False,
+        "pad_token_id": PAD,
+        "position_embedding_type": "nope",
+        "router_aux_loss_coef": 0.0,
+        "shared_intermediate_size": 80,
+    }
+)
 GEMMA2 = SMALL | {
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,
@@ -497,6 +529,35 @@ MODELS: dict[str, tuple[dict, dict | None, str | None]] = {
     "granite-3.3-2b-base": (
         GRANITE,
         {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+        None,
+    ),
+    "granite-4.0-h-tiny": (
+        GRANITE4
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
+        | {"shared_intermediate_size": 40},
+        {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD},
+        None,
+    ),
+    "granite-4.0-h-micro": (GRANITE4, {"eos_token_id": EOS, "pad_token_id": PAD}, None),
+    "granite-4.0-micro": (
+        GRANITE4 | {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
+        {"eos_token_id": EOS, "pad_token_id": PAD},
+        None,
+    ),
+    "Bamba-9B-v2": (
+        {k: v for k, v in LLAMA.items() if k not in ("pretraining_tp", "rope_scaling")}
+        | MAMBA
+        | {
+            "architectures": ["BambaForCausalLM"],
+            "attn_layer_indices": [1, 3],
+            "mlp_bias": False,
+            "model_type": "bamba",
+            "num_hidden_layers": 4,
+            "num_logits_to_keep": 1,
+            "pad_token_id": PAD,
+            "z_loss_coefficient": 0.0001,
+        },
+        {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
         None,
     ),
     "GLM-4-9B-0414": (GLM4, {"eos_token_id": [EOS, TURN, PAD], "pad_token_id": EOS}, None),

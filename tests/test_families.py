@@ -65,6 +65,8 @@ QWEN_MOE = LLAMA | EXPERTS
 LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 16}
 LINEAR_ATTENTION |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_hidden_layers": 4}
 LINEAR_ATTENTION |= {"linear_conv_kernel_dim": 3}
+MAMBA = LLAMA | {"pad_token_id": None, "num_hidden_layers": 3, "mamba_n_heads": 12}
+MAMBA |= {"mamba_d_head": 8, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2}
 # DeepSeek's latent attention: sizes that no default has. Values are wider or narrower than keys.
 LATENT = NEW_NAMES | {"num_key_value_heads": 6, "intermediate_size": 80, "n_routed_experts": 8}
 LATENT |= {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
@@ -122,6 +124,21 @@ CASES = {
     | {"pad_token_id": None, "num_hidden_layers": 3, "linear_allow_neg_eigval": False}
     | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
     | {"tie_word_embeddings": True},
+    "bamba": MAMBA | {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    "bamba rotary": MAMBA
+    | {"attn_layer_indices": [2], "mamba_conv_bias": False, "tie_word_embeddings": True}
+    | {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.25}, "head_dim": 16},
+    "granitemoehybrid": MAMBA
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
+    | {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_groups": 3}
+    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625}
+    | {"logits_scaling": 2.0, "tie_word_embeddings": True},
+    "granitemoehybrid dense": MAMBA
+    | {"num_local_experts": 0, "shared_intermediate_size": 80, "position_embedding_type": "rope"}
+    | {"layer_types": ["mamba", "attention", "mamba"]},
+    "granitemoehybrid attention": MAMBA
+    | {"num_local_experts": 0, "shared_intermediate_size": 80, "position_embedding_type": "rope"}
+    | {"layer_types": ["attention"] * 3},
     "mistral": LLAMA | {"sliding_window": S, "head_dim": 10},
     "mistral window": LLAMA | {"sliding_window": 9, "head_dim": 10},
     "ministral": LLAMA | {"head_dim": 10, "sliding_window": 9, "layer_types": [FULL, LOCAL]},
@@ -173,6 +190,14 @@ CASES = {
 }
 
 
+# Of Granite's experts, the names in memory and in files.
+GRANITE_NAMES = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+
+
 def their_model(case: str, dtype: torch.dtype = torch.float32, vocab: int = V, **options):
     """transformers' model of a case, with weights, biases and norms drawn."""
     config = transformers.AutoConfig.for_model(case.split()[0], vocab_size=vocab, **CASES[case])
@@ -197,6 +222,8 @@ def shape_of(theirs) -> schema.ModelShape:
 def tensors_of(tensors: dict) -> dict:
     """Also by the names that files have: of GPT-NeoX's head, and of each expert by itself."""
     found = {k.replace("lm_head", "embed_out"): v for k, v in tensors.items()} | tensors
+    for theirs, in_files in GRANITE_NAMES.items():
+        found |= {k.replace(theirs, in_files): v for k, v in tensors.items() if theirs in k}
     for name, tensor in tensors.items():
         block, _, kind = name.partition(".mlp.experts.")
         if kind == "gate_up_proj":
@@ -276,6 +303,9 @@ ROUNDED = {"gemma3_text": 6e-5, "gemma2": 3e-5}
 # transformers' are 2e-4 and 2e-3 from them, ours 9e-5 and 8e-4.
 ROUNDED |= {"qwen3_next": 8e-4, "qwen3_5_text": 8e-4, "qwen3_5_moe_text": 8e-4}
 ROUNDED |= {"olmo_hybrid": 8e-5, "qwen3_5_text tied": 4e-3}
+# Of Mamba-2's a_log ours are 3e-5 from the gradients in fp64, those of transformers 3e-6 to 4e-6:
+# here decays between tokens are differences of sums over a chunk.
+ROUNDED |= {"bamba": 6e-5, "granitemoehybrid": 6e-5}
 ROUNDED_LOGITS = {"qwen3_next": 1e-4, "qwen3_5_text": 3e-4, "qwen3_5_moe_text": 3e-4}
 ROUNDED_LOGITS |= {"olmo_hybrid": 2e-5}
 
