@@ -97,7 +97,7 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
             return Rule(name, theirs, rows.to_ours, rows.to_theirs, part=rows)
         return Rule(name, theirs, *hf_mixers.conversions(mixer, tensor, model, family))
     their_modules = family.modules[general]
-    if number and model.mixer_of(int(layer)) != "attention":
+    if number and "attention" not in model.mixers_of(int(layer)):
         # The norms of such a block may have other names than those of a block with attention.
         their_modules = family.modules.get(f"{general} beside a mixer", their_modules)
     theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
@@ -634,8 +634,10 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
 # Some versions of transformers wrote a tensor under another name: the key is the name in our rules,
 # the value the other name.
 _OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}
-# And some have other names for a part: OLMo Hybrid's norms, when transformers 5.23 has saved them.
+# And some have other names for a part, such as transformers 5.23 in the files that it saves.
 _OTHER_PARTS = [
+    ("backbone.", "model."),  # Nemotron-H's
+    (".mlp.", ".block_sparse_moe."),  # of Kimi Linear's dense blocks
     (".post_attention_layernorm.", ".feedforward_layer_norm."),
     (".feedforward_layer_norm.", ".post_attention_layernorm."),
     (".attention_layer_norm.", ".input_layernorm."),

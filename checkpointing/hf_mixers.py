@@ -92,8 +92,13 @@ def conversions(
     shape = mixer_stats.tensors(model)[tensor].shape
     rows = family.rows.get(f"{mixer}.{tensor}")
     has_taps = tensor.startswith("conv") and "bias" not in tensor
+    if mixer == "kda" and tensor == "low.weight":  # their two matrices to small vectors
+        sizes_of_low = [model.mixer_key_size, model.mixer_value_size]
+        return lambda *theirs: torch.cat(theirs), lambda ours: ours.split(sizes_of_low)
+    if mixer == "kda" and tensor == "a_log":
+        return lambda theirs: theirs.reshape(shape), lambda ours: (ours.view(1, 1, -1, 1),)
     if rows is None:
-        kept = 1 if has_taps or tensor in ("in.weight", "out.weight") else 0
+        kept = int(has_taps or mixer_stats.tensors(model)[tensor].multiplies)
 
         def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
             flat = ours.reshape(-1, *ours.shape[len(shape) - kept :])
