@@ -47,13 +47,16 @@ class Norm(nn.Module):
         self.eps = model.norm_eps
         fill = 0.0 if model.norm_plus_one else 1.0
         self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=fill)
-        has_shift = model.norm == "layernorm"
+        has_shift = model.norm == "layernorm" and model.norm_bias
         self.bias = factory.parameter(f"{name}.bias", (model.hidden,)) if has_shift else None
         with_sum: Callable = _add_and_normalise
         alone: Callable = _normalise
         if model.norm_plus_one:
             with_sum = _add_and_normalise_plus_one
             alone = _normalise_plus_one
+        if model.norm == "layernorm" and not has_shift:
+            with_sum = _add_and_normalise_without_shift
+            alone = _normalise_without_shift
         self._normalise = factory.compile_for_training(alone)
         self._add_and_normalise = factory.compile_for_training(with_sum)
 
@@ -95,6 +98,17 @@ def _add_and_normalise_plus_one(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tenso
     return x, _normalise_plus_one(x, *norm)
 
 
+def _normalise_without_shift(x: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    """Return the LayerNorm of x over h with a scale alone, as Cohere has it."""
+    return F.layer_norm(x, weight.shape, weight, None, eps)
+
+
+def _add_and_normalise_without_shift(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    """Return x + y and its norm; norm: the weight, None and eps."""
+    x = x + y
+    return x, _normalise_without_shift(x, *norm)
+
+
 class MLP(nn.Module):
     """h -> f -> h with an activation; if it has a gate, gate and up are one matrix (2, f, h)."""
 
@@ -107,6 +121,7 @@ class MLP(nn.Module):
         shape: tuple[int, ...] = (f,)
         matrices = Matrices()
         self.activation = activation_of(model)
+        self.multiplier = model.multiplier("mlp")
         if model.up_matrices == 2:
             shape = (2, f)
             matrices = Matrices(each=(0,))  # gate and up
@@ -120,7 +135,17 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output for x: (s, b, h), or (s/tp, b, h) with sequence parallelism."""
-        return self.down(self.activation(self.up(x)))
+        return times(self.down(self.activation(self.up(x))), self.multiplier)
+
+
+def times(x: Tensor, multiplier: float) -> Tensor:
+    """Return x times a number, and x itself for 1."""
+    return x if multiplier == 1.0 else x * multiplier
+
+
+def _relu2(x: Tensor) -> Tensor:
+    """Return the square of ReLU (arXiv 2109.08668), as Nemotron has it."""
+    return F.relu(x).square()
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -155,6 +180,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": _relu2,
     "swiglu": _swiglu,
     "geglu": _geglu,
 }
@@ -164,7 +190,21 @@ def activation_of(model: ModelShape) -> Callable[[Tensor], Tensor]:
     """Return the function between the two matrices of the model's MLPs."""
     if model.activation == "clamped_swiglu":
         return _clamped_swiglu(model.swiglu_alpha, model.swiglu_limit)
+    if (factor := model.multiplier("gate")) != 1.0:
+        return _with_scaled_gate(model.activation, factor)
     return ACTIVATIONS[model.activation]
+
+
+@functools.cache
+def _with_scaled_gate(name: str, factor: float) -> Callable[[Tensor], Tensor]:
+    """Return an activation whose gate is multiplied first, as Falcon-H1's."""
+
+    def activation(x: Tensor) -> Tensor:
+        """Return the activation, (s, b, f), for gate and up side by side in x, (s, b, 2 f)."""
+        gate, up = x.chunk(2, -1)
+        return ACTIVATIONS[name](torch.cat([gate * factor, up], -1))
+
+    return activation
 
 
 def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:
@@ -175,9 +215,8 @@ def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float)
     return ExpertMLP(factory, name, model, std, activation_of(model), shared_mlp)
 
 
-def _mixer(model: ModelShape, index: int) -> Callable[..., nn.Module]:
-    """Return what makes the mixer of block number `index`, which is attention in most models."""
-    name = model.mixer_of(index)
+def _mixer(name: str, model: ModelShape, index: int) -> Callable[..., nn.Module]:
+    """Return what makes a mixer of block number `index`, which is attention in most models."""
     if name != "attention":
         return mixers.CLASSES[name]
     if model.is_latent:
@@ -187,10 +226,11 @@ def _mixer(model: ModelShape, index: int) -> Callable[..., nn.Module]:
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)); layers/mixers.py has what may be in the place
-    of attention.
+    of attention, or beside it. With hybrid_pattern a block is one of these two parts.
 
     With --block post-norm: x + norm(attention(x)), then x + norm(MLP(x)). With --block parallel:
-    x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own. With --block
+    x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own, and with --block
+    shared-norm both are one. With --block
     sandwich: x + norm(attention(norm(x))), then x + norm(MLP(norm(x))).
     """
 
@@ -199,29 +239,36 @@ class Block(nn.Module):
         super().__init__()
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
-        self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
-        self.mixer_name = model.mixer_of(index)  # attention, or the mixer in its place
-        make_mixer = _mixer(model, index)
-        mixer = make_mixer(
-            factory, f"{name}.{self.mixer_name}", model, std, recompute == "selective"
-        )
-        self.add_module(self.mixer_name, mixer)
-        self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
+        self.mixer_names = model.mixers_of(index)  # attention, the mixer in its place, or both
+        if self.mixer_names:
+            self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
+        for mixer_name in self.mixer_names:
+            make_mixer = _mixer(mixer_name, model, index)
+            is_again = recompute == "selective"
+            mixer = make_mixer(factory, f"{name}.{mixer_name}", model, std, is_again)
+            self.add_module(mixer_name, mixer)
+        self.multipliers = [
+            model.multiplier("attention" if name == "attention" else "mixer")
+            for name in self.mixer_names
+        ]
+        self.has_mlp = model.has_mlp(index)
         self.kind = model.block_of(index)  # --block: where the norms are
         self.is_sandwich = self.kind == "sandwich"
         if self.is_sandwich:  # norms of the outputs too
             self.attention_post_norm = Norm(factory, f"{name}.attention_post_norm", model)
             self.mlp_post_norm = Norm(factory, f"{name}.mlp_post_norm", model)
         self.has_experts = model.has_experts(index)
-        make_mlp = _expert_mlp if self.has_experts else MLP
-        self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
+        if self.has_mlp and self.kind != "shared-norm":
+            self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
+        if self.has_mlp:
+            make_mlp = _expert_mlp if self.has_experts else MLP
+            self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"  # the backward pass runs the whole block again
         self.multiplier = model.residual_multiplier
 
-    @property
-    def mixer(self) -> nn.Module:
-        """What mixes the tokens: the module `attention`, or that of another name in its place."""
-        return self.get_submodule(self.mixer_name)
+    def mixers(self) -> list[tuple[str, nn.Module]]:
+        """Return what mixes the tokens, by name: the module `attention` in most models."""
+        return [(name, self.get_submodule(name)) for name in self.mixer_names]
 
     def forward(
         self,
@@ -259,29 +306,50 @@ class Block(nn.Module):
         chosen_experts: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Run the block in the form of --block; return two tensors whose sum is its output."""
+        mix = functools.partial(self._mix, mask=mask, rotary=rotary, cache=cache, tokens=tokens)
+        scaled = self._scaled
+        if not self.has_mlp:  # a block of attention or a mixer alone
+            x, normed = self.attention_norm.add_and_normalise(x, y)
+            return x, scaled(mix(normed))
         mlp: Callable[[Tensor], Tensor] = self.mlp
         if self.has_experts:
             mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
-        scaled = self._scaled
+        if not self.mixer_names:  # a block of an MLP alone
+            x, normed = self.mlp_norm.add_and_normalise(x, y)
+            return x, scaled(mlp(normed))
         if self.kind == "post-norm":  # norms after attention and MLP; the others: before
             x = x if y is None else x + y
-            x = x + scaled(self.attention_norm(self.mixer(x, mask, rotary, cache, tokens)))
+            x = x + scaled(self.attention_norm(mix(x)))
             return x, scaled(self.mlp_norm(mlp(x)))
         x, normed = self.attention_norm.add_and_normalise(x, y)
-        y = self.mixer(normed, mask, rotary, cache, tokens)
+        y = mix(normed)
         if self.is_sandwich:
             y = scaled(self.attention_post_norm(y))
             x, normed = self.mlp_norm.add_and_normalise(x, y)
             return x, scaled(self.mlp_post_norm(mlp(normed)))
         y = scaled(y)
+        if self.kind == "shared-norm":
+            return x + y, scaled(mlp(normed))
         if self.kind == "parallel":  # attention and MLP take the same x
             return x + y, scaled(mlp(self.mlp_norm(x)))
         x, normed = self.mlp_norm.add_and_normalise(x, y)
         return x, scaled(mlp(normed))
 
+    def _mix(self, x: Tensor, mask: Any, rotary: Any, cache: Any, tokens: Any) -> Tensor:
+        """Return the sum of the results of attention and mixer for x; the rest: see `forward`.
+
+        mask: of two that stand side by side, those of both.
+        """
+        masks = mask if len(self.mixer_names) > 1 else (mask,)
+        results = [
+            times(mixer(x, mask, rotary, cache, tokens), factor)
+            for (_, mixer), mask, factor in zip(self.mixers(), masks, self.multipliers, strict=True)
+        ]
+        return results[0] if len(results) == 1 else results[0] + results[1]
+
     def _scaled(self, y: Tensor) -> Tensor:
         """Return what is added to the residual stream for a result of attention or MLP."""
-        return y if self.multiplier == 1.0 else y * self.multiplier
+        return times(y, self.multiplier)
 
 
 TOKENS = "embedding.tokens.weight"  # the name of the embedding's matrix in a checkpoint
@@ -448,21 +516,22 @@ class Head(nn.Module):
 def _positions(
     factory: ParamFactory,
     model: ModelShape,
-    blocks: list[BlockAttention | None],
+    numbers: range,
+    with_attention: list[BlockAttention],
     micro_batch: int,
     masked: bool,
 ) -> "Positions | LocalPositions | mixers.MixerInputs":
     """Return the masks and rotary tables of a stage's blocks, for samples of model.seq_length.
 
-    blocks: the attention of each block, None for one with another mixer.
+    numbers: of the blocks. with_attention: the attention of those that have it.
     """
-    with_attention = [block for block in blocks if block is not None]
     positions = None
     if with_attention:
         positions = _attention_positions(factory, model, with_attention, micro_batch, masked)
-    if positions is not None and len(with_attention) == len(blocks):
+    kinds = [model.mixers_of(number) for number in numbers]
+    if positions is not None and set(kinds) == {("attention",)}:
         return positions
-    return mixers.MixerInputs(factory, positions, [block is not None for block in blocks])
+    return mixers.MixerInputs(factory, positions, kinds)
 
 
 def _attention_positions(
@@ -520,11 +589,12 @@ class Stage(nn.Module):
             # The blocks' attention is that of the longest samples, also for shorter ones.
             numbers = range(spec.first, spec.first + spec.blocks)
             attends = set(model.attention_blocks)
-            of_blocks = [model.attention_of(n) if n in attends else None for n in numbers]
+            with_attention = [model.attention_of(n) for n in numbers if n in attends]
             self._make_positions = functools.partial(
                 _positions,
                 factory,
-                blocks=of_blocks,
+                numbers=numbers,
+                with_attention=with_attention,
                 micro_batch=layout.micro_batch_size,
                 masked=masked,
             )

@@ -3,6 +3,7 @@
 shape            the options that say what model it is, `ModelShape`
 block_attention  what attention does in a block; the patterns that say which blocks have what
 block_kinds      numbers of models whose blocks differ, in experts, mixers or windows
+multipliers      factors of a block's results and projections
 mixer_stats      tensors, parameters and FLOPs of mixers in the place of attention
 rotary_scaling   the forms of RoPE scaling and their numbers
 model_stats      parameters and FLOPs of a model

@@ -7,8 +7,9 @@ or without) or another mixer.
 Formulas about a block, such as the number of its parameters, take a model whose blocks are alike.
 This module makes such a model for each kind of block and applies the formulas to each. A block is
 "sparse" if it has experts and "dense" if it has one MLP; ModelShape.has_experts tells which, and
-ModelShape.has_window tells which have a window, and ModelShape.mixer_of which have no attention.
-Read shape.py first.
+ModelShape.has_window tells which have a window, and ModelShape.mixers_of which have no attention.
+A block with a mixer beside attention is of two kinds: one with attention and the MLP, and one of
+the mixer alone, without a norm. Read shape.py first.
 """
 
 from collections.abc import Callable
@@ -48,25 +49,30 @@ def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     return models
 
 
-# The kinds of blocks: (whether it has experts, "mixer" or the attention that it has).
+# The kinds of blocks: (whether it has experts, "mixer", the attention that it has, or "none", or
+# "beside" for a mixer that is beside attention).
 Kind = tuple[bool, str]
 _KINDS: tuple[Kind, ...] = tuple(
     (has_experts, mixes)
     for has_experts in (True, False)
-    for mixes in ("mixer", "window", "attention")
+    for mixes in ("mixer", "window", "attention", "none", "beside")
 )
 
 
-def _kind(model: ModelShape, block: int) -> Kind:
-    """Return the kind of a block."""
-    if model.mixer_of(block) != "attention":
-        return model.has_experts(block), "mixer"
-    return model.has_experts(block), "window" if model.has_window(block) else "attention"
+def _kinds_of(model: ModelShape, block: int) -> list[Kind]:
+    """Return the kind of a block, or its two kinds."""
+    has_experts, mixers = model.has_experts(block), model.mixers_of(block)
+    if not mixers:
+        return [(has_experts, "none")]
+    if "attention" not in mixers:
+        return [(has_experts, "mixer")]
+    attends = has_experts, "window" if model.has_window(block) else "attention"
+    return [attends, (False, "beside")] if len(mixers) > 1 else [attends]
 
 
 def _count(model: ModelShape, kind: Kind, first: int, last: int) -> int:
     """Return how many of the blocks [first, last) are of a kind."""
-    return sum(_kind(model, block) == kind for block in range(first, last))
+    return sum(kind in _kinds_of(model, block) for block in range(first, last))
 
 
 def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
@@ -74,13 +80,17 @@ def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
     has_experts, mixes = kind
     options: dict[str, Any] = {"layers": blocks, "window_blocks": "all", "rotary_blocks": "all"}
     options |= {"first_dense_layers": 0, "expert_interval": 1}
+    if model.hybrid_pattern != "none" or mixes == "beside":
+        letters = {"mixer": "M", "beside": "M", "none": "E" if has_experts else "-"}
+        options["hybrid_pattern"] = letters.get(mixes, "*") * blocks
     if has_experts:
         options["ffn_hidden"] = model.expert_ffn_hidden
     elif model.experts > 1:
         options |= OF_ONE_MLP
     if mixes != "window":
         options["window"] = 0
-    if mixes == "mixer":
+    options["mixer_beside"] = mixes == "beside"
+    if mixes in ("mixer", "beside"):
         options["mixer_blocks"] = "all"
     else:
         options["mixer"] = "attention"

@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from architecture.block_attention import flags_of, pattern_of
+from architecture.multipliers import multipliers_of
 from architecture.odd_families import ODD, NoPositions, OddFamily
 from architecture.rotary_scaling import ROTARY_SCALING, rotary_scaling
 from architecture.shape import ModelShape
 from base.errors import UserError
 from base.regular_files import MOST_OF_OBJECT, open_regular
 
-SHARED = "n_shared_experts"  # the width of the shared MLP over that of an expert
+# The width of the shared MLP over that of an expert, by the names of two families.
+SHARED = ("n_shared_experts", "num_shared_experts")
 # Some options have other values in config.json than here. For each of these options the table has
 # our value for each of theirs. If several of theirs mean the same, the first of them is written.
 _VALUES: dict[str, dict[Any, Any]] = {
@@ -38,6 +40,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu": "gelu",
         "relu": "relu",
+        "relu2": "relu2",
         "silu": "swiglu",
         "swish": "swiglu",
     },
@@ -115,6 +118,16 @@ class Family:
         """Whether the family's positions are rotary."""
         return "rotary_base" in self.fields
 
+    @property
+    def counts_shared(self) -> bool:
+        """Whether the field of the shared MLP has its width over that of an expert."""
+        return any(name in SHARED for name in self.fields.get("shared_ffn_hidden", ()))
+
+    @property
+    def may_have_experts(self) -> bool:
+        """Whether a model of the family has experts, or may have them."""
+        return "experts" in self.fields or self.odd.may_have_experts
+
     def obstacles(self, model: ModelShape) -> list[str]:
         """Return a text for each option that keeps a model out of the family.
 
@@ -152,6 +165,7 @@ class Family:
             # An option of a kind of positions, or of another part, that the model does not have has
             # no effect, and may differ.
             unused = "rotary" in name and model.positions != "rotary"
+            unused |= name.startswith("rotary") and model.rotary_blocks == "none" != value
             unused |= name == "max_positions" and model.positions != "learned"
             unused |= name.startswith("window_") and not model.window
             unused |= name.startswith("swiglu_") and model.activation != "clamped_swiglu"
@@ -168,7 +182,7 @@ class Family:
         if "kv_lora_rank" in self.fields and not model.is_latent:
             texts.append("kv_lora_rank above 0, not 0")
         shared = model.shared_ffn_hidden
-        if SHARED in self.fields.get("shared_ffn_hidden", ()):
+        if self.counts_shared:
             width = model.expert_ffn_hidden
             if shared == 0 or shared % width:
                 texts.append(f"shared_ffn_hidden a multiple of {width}, not {shared}")
@@ -183,7 +197,9 @@ def _is_same(name: str, value: Any, other: Any, layers: int) -> bool:
     """
     if name.endswith("_blocks"):
         return flags_of(value, layers) == flags_of(other, layers)
-    if name == "query_scalar":
+    if name == "multipliers":
+        return multipliers_of(value) == multipliers_of(other)
+    if name in ("query_scalar", "logit_divisor"):
         return math.isclose(value, other, rel_tol=1e-8)
     return bool(value == other)
 
@@ -250,7 +266,7 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     """
     candidates = FAMILIES if name is None else {name: FAMILIES[name]}
     if name is None and model.experts > 1:  # a family without experts is never near
-        candidates = {key: family for key, family in FAMILIES.items() if "experts" in family.fields}
+        candidates = {key: family for key, family in FAMILIES.items() if family.may_have_experts}
     obstacles = {family.name: family.obstacles(model) for family in candidates.values()}
     # `min` returns the first family without obstacles, if there is one.
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
@@ -309,11 +325,12 @@ def _plain_fields(model: ModelShape, family: Family) -> dict[str, Any]:
         config[names[0]] = theirs[0] if theirs else values[ours]
         if ours in _NULL_IS_ZERO and not values[ours]:
             config[names[0]] = None
-    if SHARED in config:
-        config[SHARED] = model.shared_ffn_hidden // model.expert_ffn_hidden
+    if family.counts_shared:
+        name = family.fields["shared_ffn_hidden"][0]
+        config[name] = model.shared_ffn_hidden // model.expert_ffn_hidden
     if config.get("q_lora_rank") == 0:
         config["q_lora_rank"] = None  # queries without a latent
-    if model.positions == "rotary":
+    if model.positions == "rotary" and family.has_rotary:
         config |= _rope_fields(model, family)
     return config | _window_fields(model, family)
 
@@ -337,7 +354,10 @@ def _odd_fields(
     if not kept:
         return written
     options = from_config(config | written, "config.json")[0]
-    if odd.read(config | kept, options, []) == odd.read(config | written, options, []):
+    ours, as_written = (odd.read(config | fields, options, []) for fields in (kept, written))
+    if ours.keys() == as_written.keys() and all(
+        _is_same(name, value, as_written[name], model.layers) for name, value in ours.items()
+    ):
         return {name: value for name, value in written.items() if name not in odd.names} | kept
     return written
 
@@ -586,7 +606,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         options |= family.odd.read(config, dict(options), lacks)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if SHARED in family.fields.get("shared_ffn_hidden", ()):
+    if family.counts_shared:
         width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
         if isinstance(width, int) and isinstance(count, int):  # other types are refused later
             options["shared_ffn_hidden"] = count * width

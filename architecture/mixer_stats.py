@@ -87,8 +87,9 @@ def _mamba2(model: ModelShape) -> Tensors:
         "a_log": MixerTensor((a,)),
         "dt_bias": MixerTensor((a,)),
         "d": MixerTensor((a,)),
-        "norm.weight": MixerTensor((a, r)),
     }
+    if model.mixer_norm:
+        found["norm.weight"] = MixerTensor((a, r))
     if model.mixer_conv_bias:
         found |= {"conv_bias": MixerTensor((a, r)), "conv_keys_bias": MixerTensor((g, 2 * p))}
     return found

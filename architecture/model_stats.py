@@ -25,13 +25,29 @@ from base.errors import UserError
 
 
 def norm_parameters(model: ModelShape) -> int:
-    """Parameters of one normalisation: a scale, and a shift in LayerNorm."""
-    return model.hidden * (2 if model.norm == "layernorm" else 1)
+    """Parameters of one normalisation: a scale, and in most LayerNorms a shift."""
+    return model.hidden * (2 if model.norm == "layernorm" and model.norm_bias else 1)
 
 
 def block_norms(model: ModelShape) -> int:
-    """The norms of a block over the hidden size: of attention and MLP; sandwich has two of each."""
-    return 4 if model.block == "sandwich" else 2
+    """The norms of a block over the hidden size: of attention and MLP; sandwich has two of each.
+
+    With shared-norm there is one, and a block of one part has one. A mixer beside attention reads
+    the norm of attention (block_kinds.py).
+    """
+    if model.hybrid_pattern != "none":
+        return 0 if model.mixer_beside else 1
+    return {"sandwich": 4, "shared-norm": 1}.get(model.block, 2)
+
+
+def attends(model: ModelShape) -> bool:
+    """Whether the blocks have attention, in a model whose blocks are alike."""
+    return "attention" in model.mixers_of(0)
+
+
+def mixes(model: ModelShape) -> bool:
+    """Whether the blocks have a mixer in the place of attention, if the blocks are alike."""
+    return model.has_mixer(0)
 
 
 def head_norm_parameters(model: ModelShape) -> int:
@@ -44,7 +60,7 @@ def head_norm_parameters(model: ModelShape) -> int:
 
 def normed_width(model: ModelShape) -> int:
     """Columns of queries and keys together, (a + g) d, if qk_norm normalises them; else 0."""
-    if model.mixer != "attention" or model.qk_norm == "none":
+    if not attends(model) or model.qk_norm == "none":
         return 0
     return (model.heads + model.kv_heads) * model.head_size
 
@@ -86,9 +102,11 @@ def _block_parameters(model: ModelShape) -> int:
 
 
 def _mixer_parameters(model: ModelShape) -> int:
-    """Parameters of a block's attention, or of the mixer in its place."""
-    if model.mixer != "attention":
+    """Parameters of a block's attention, or of the mixer in its place; 0 for an MLP alone."""
+    if mixes(model):
         return mixer_stats.parameters(model)
+    if not attends(model):
+        return 0
     # The matrices of queries, keys and values and of the attention's output, and their biases.
     attention = mixer_weights(model)
     attention += model.qkv_width + model.gate_width if model.qkv_bias else 0
@@ -101,8 +119,10 @@ def _mixer_parameters(model: ModelShape) -> int:
 
 def whole_scales(model: ModelShape) -> int:
     """Parameters of a block's norms inside of attention, or its mixer, that tp does not divide."""
-    if model.mixer != "attention":
+    if mixes(model):
         return mixer_stats.whole_parameters(model)
+    if not attends(model):
+        return 0
     return head_norm_parameters(model) + model.q_lora_rank + model.kv_lora_rank
 
 
@@ -110,12 +130,14 @@ def mixer_matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
     """Return (outputs, inputs, whether tp divides it) of each matrix of a block's attention, or of
     the mixer in its place.
 
-    The last one is the output's. Latent attention has matrices from the hidden state to the
-    latents, which every tensor rank has whole, and from the latents to the heads, which tp divides
-    by heads (arXiv 2405.04434, section 2.1.2 and 2.1.3).
+    The last one is the output's; an MLP alone has none. Latent attention has matrices from the
+    hidden state to the latents, which every tensor rank has whole, and from the latents to the
+    heads, which tp divides by heads (arXiv 2405.04434, section 2.1.2 and 2.1.3).
     """
-    if model.mixer != "attention":
+    if mixes(model):
         return mixer_stats.matrices(model)
+    if not attends(model):
+        return []
     h = model.hidden
     out = (h, model.attention_width, True)
     if not model.is_latent:
@@ -213,8 +235,10 @@ def score_flops(model: ModelShape) -> float:
     p v for each of the result. A multiplication and an addition are 2 FLOPs. A mixer in the place
     of attention has its products within chunks and with its state.
     """
-    if model.mixer != "attention":
+    if mixes(model):
         return mixer_stats.core_flops(model)
+    if not attends(model):
+        return 0.0
     return 2.0 * seen_tokens(model) * (model.query_width + model.attention_width)
 
 

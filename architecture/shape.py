@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from architecture.block_attention import BlockAttention, flags_of
+from architecture.multipliers import multipliers_of
 from base.errors import UserError
 from base.options import Needs, option
 
@@ -51,6 +52,12 @@ class ModelShape:
         choices=("learned", "alibi", "rotary"),
     )
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
+    norm_bias: bool = option(
+        True,
+        "LayerNorms have a shift; Cohere's have none",
+        needs=Needs(("norm",), ("layernorm",)),
+        file_only=True,
+    )
     norm_plus_one: bool = option(
         False,
         "RMSNorms multiply by 1 + weight, as Gemma's do",
@@ -60,7 +67,7 @@ class ModelShape:
     activation: str = option(
         "gelu_tanh",
         f"MLP activation; {', '.join(GATED)} have a gate",
-        choices=("gelu", "gelu_tanh", "relu", *GATED),
+        choices=("gelu", "gelu_tanh", "relu", "relu2", *GATED),
     )
     swiglu_alpha: float = option(
         1.702,
@@ -94,6 +101,13 @@ class ModelShape:
         above=0.0,
         file_only=True,
     )
+    multipliers: str = option(
+        "none",
+        "factors of results and of projections, as muP has them: none, or PLACE:FACTOR for some of "
+        "attention, mixer, mlp, gate, z, x, b, c, dt, with commas (docs/models.md)",
+        file_only=True,
+        example="attention:0.5,mlp:2",
+    )
     logit_divisor: float = option(
         1.0, "divide the output logits by this, as Granite does", above=0.0, file_only=True
     )
@@ -124,10 +138,9 @@ class ModelShape:
     )
     rotary_blocks: str = option(
         "all",
-        "blocks with RoPE: all, N:M (N with, then M without), or a list 1,1,0,...",
+        "blocks with RoPE: all, none, N:M (N with, then M without), or a list 1,1,0,...",
         needs=ROTARY,
         file_only=True,
-        not_latent=True,
     )
     window: int = option(
         0,
@@ -265,6 +278,19 @@ class ModelShape:
         file_only=True,
         example=1e-3,
     )
+    mixer_norm: bool = option(
+        True,
+        "an RMSNorm of the mixer's results, over the values of a group",
+        needs=Needs(("mixer",), ("mamba2",), is_key=True),
+        file_only=True,
+    )
+    mixer_beside: bool = option(
+        False,
+        "the mixer is beside attention, not in its place: both read the block's normed input, and "
+        "the sum of their results is added, as in Falcon-H1",
+        needs=MIXER,
+        file_only=True,
+    )
     mixer_negative: bool = option(
         False,
         "writing strengths of the delta rule up to 2, so that a state may turn its sign",
@@ -274,14 +300,22 @@ class ModelShape:
     block: str = option(
         "pre-norm",
         "norms before attention and MLP, after, or both (sandwich); parallel: before, both read "
-        "the block's input",
-        choices=("pre-norm", "post-norm", "sandwich", "parallel"),
+        "the block's input; shared-norm: parallel with one norm",
+        choices=("pre-norm", "post-norm", "sandwich", "parallel", "shared-norm"),
     )
     mixer_pre_norm: bool = option(
         False,
         "norms before mixer and MLP in the blocks with the mixer, beside --block post-norm",
         needs=MIXER,
         file_only=True,
+    )
+    hybrid_pattern: str = option(
+        "none",
+        "blocks of one part each, as in Nemotron-H: M the mixer, * attention, - an MLP, E experts, "
+        "a letter for each block; none: each block has attention or a mixer, and an MLP",
+        needs=MIXER,
+        file_only=True,
+        example="M-",
     )
     experts: int = option(1, "experts per MoE layer (1 = dense model)", minimum=1)
     experts_per_token: int = option(
@@ -458,8 +492,11 @@ class ModelShape:
     def mlps(self) -> tuple[int, int]:
         """The number of experts in a block, and the number of experts that compute each token.
 
-        (1, 1) for a model without experts. The shared MLP does not count.
+        (1, 1) for a model without experts, (0, 0) for one whose blocks are alike and have no MLP.
+        The shared MLP does not count.
         """
+        if self.hybrid_pattern != "none" and not any(map(self.has_mlp, range(self.layers))):
+            return 0, 0
         return self.experts, self.experts_per_token
 
     def has_experts(self, block: int) -> bool:
@@ -467,6 +504,8 @@ class ModelShape:
 
         With expert_interval 2 these are the blocks 1, 3, 5, ..., without the first dense layers.
         """
+        if self.hybrid_pattern != "none":
+            return self.hybrid_pattern[block] == "E"
         if self.experts == 1 or block < self.first_dense_layers:
             return False
         return (block + 1) % self.expert_interval == 0
@@ -475,22 +514,38 @@ class ModelShape:
         """Return whether the block with number `block`, from 0, has a window, however long."""
         return self.window > 0 and flags_of(self.window_blocks, self.layers)[block]
 
-    def mixer_of(self, block: int) -> str:
-        """Return what mixes the tokens in the block with number `block`: attention or a mixer."""
+    def has_mlp(self, block: int) -> bool:
+        """Return whether the block with number `block`, from 0, has an MLP or experts."""
+        return self.hybrid_pattern == "none" or self.hybrid_pattern[block] in "-E"
+
+    def mixers_of(self, block: int) -> tuple[str, ...]:
+        """Return what mixes the tokens in the block with number `block`: attention, a mixer, both
+        side by side, or nothing in a block that is an MLP alone.
+        """
+        if self.hybrid_pattern != "none":
+            return {"M": (self.mixer,), "*": ("attention",)}.get(self.hybrid_pattern[block], ())
         if self.mixer == "attention" or not flags_of(self.mixer_blocks, self.layers)[block]:
-            return "attention"
-        return self.mixer
+            return ("attention",)
+        return ("attention", self.mixer) if self.mixer_beside else (self.mixer,)
+
+    def has_mixer(self, block: int) -> bool:
+        """Return whether the block with number `block` has the mixer, beside attention or alone."""
+        return self.mixer != "attention" and self.mixer in self.mixers_of(block)
+
+    def multiplier(self, place: str) -> float:
+        """Return the factor of a place of a block, as `multipliers` has it; 1 if it has none."""
+        return multipliers_of(self.multipliers).get(place, 1.0)
 
     def block_of(self, block: int) -> str:
         """Return where the norms of the block with number `block` are, as --block says it."""
-        if self.mixer_pre_norm and self.mixer_of(block) != "attention":
+        if self.mixer_pre_norm and self.has_mixer(block):
             return "pre-norm"
         return self.block
 
     @property
     def attention_blocks(self) -> list[int]:
         """The numbers of the blocks with attention, ascending."""
-        return [n for n in range(self.layers) if self.mixer_of(n) == "attention"]
+        return [n for n in range(self.layers) if "attention" in self.mixers_of(n)]
 
     def attention_of(self, block: int) -> BlockAttention:
         """Return what attention does in the block with number `block`, which has attention.

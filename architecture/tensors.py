@@ -139,29 +139,32 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     experts = _expert_shapes(model)
     for i in range(model.layers):
         block = f"blocks.{i}"
-        norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
+        attends = "attention" in model.mixers_of(i)
+        has_mlp_norm = model.has_mlp(i) and model.block != "shared-norm"
+        parts = ["attention"] * bool(model.mixers_of(i)) + ["mlp"] * has_mlp_norm
+        norms += [f"{block}.{part}_norm" for part in parts]
         if model.block == "sandwich":
             norms += [f"{block}.attention_post_norm", f"{block}.mlp_post_norm"]
-        mixes = model.mixer_of(i)
-        if mixes != "attention":
+        if model.has_mixer(i):
             of_mixer = mixer_stats.tensors(model)
-            shapes |= {f"{block}.{mixes}.{name}": t.shape for name, t in of_mixer.items()}
-        elif model.sinks:
+            shapes |= {f"{block}.{model.mixer}.{name}": t.shape for name, t in of_mixer.items()}
+        if attends and model.sinks:
             shapes[f"{block}.attention.sinks"] = (model.heads,)
         sparse = model.has_experts(i)
-        linear_of_block = ({} if sparse else dense_mlp) | (linear if mixes == "attention" else {})
+        has_dense = model.has_mlp(i) and not sparse
+        linear_of_block = (dense_mlp if has_dense else {}) | (linear if attends else {})
         for name, (outputs, inputs, bias) in linear_of_block.items():
             shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
             if bias:
                 shapes[f"{block}.{name}.bias"] = outputs
         if sparse:
             shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
-        scales = qk_norms[model.qk_norm] | latents if mixes == "attention" else {}
+        scales = qk_norms[model.qk_norm] | latents if attends else {}
         for name, shape in scales.items():
             shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:
         shapes[f"{norm}.weight"] = (h,)
-        if model.norm == "layernorm":
+        if model.norm == "layernorm" and model.norm_bias:
             shapes[f"{norm}.bias"] = (h,)
     return shapes
 

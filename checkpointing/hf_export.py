@@ -52,7 +52,8 @@ class Rule:
 
     name: the name of our tensor. theirs: the names of their tensors. to_ours: takes their tensors,
     in this order, and returns ours; to_theirs: takes our tensor and returns theirs in this order.
-    exact: their tensor is in fp32 whatever the type of the other weights is.
+    exact: their tensor is in fp32 whatever the type of the other weights is. part: our tensor is
+    some rows of their only one, whose other rows are those of other rules.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Rule:
     to_ours: Callable[..., Tensor]
     to_theirs: Callable[[Tensor], tuple[Tensor, ...]]
     exact: bool = False
+    part: hf_mixers.Part | None = None
 
 
 def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
@@ -91,9 +93,11 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     if mixer in MIXERS:
         their_names = family.modules[f"blocks.*.{mixer}.{tensor}"]
         theirs = tuple(their_name.replace("*", layer) for their_name in their_names)
+        if rows := hf_mixers.part(mixer, tensor, model):
+            return Rule(name, theirs, rows.to_ours, rows.to_theirs, part=rows)
         return Rule(name, theirs, *hf_mixers.conversions(mixer, tensor, model, family))
     their_modules = family.modules[general]
-    if number and model.mixer_of(int(layer)) != "attention":
+    if number and "attention" not in model.mixers_of(int(layer)):
         # The norms of such a block may have other names than those of a block with attention.
         their_modules = family.modules.get(f"{general} beside a mixer", their_modules)
     theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
@@ -133,9 +137,13 @@ def _conversions(
     if part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
         # The scales of the norm: ours are (heads, head size), theirs are flat.
         return lambda t: t.unflatten(0, (-1, model.head_size)), _as_tuple(torch.flatten)
-    if part == "mlp.up" and model.up_matrices == 2 and count == 1:
+    if part in ("mlp.up", "mlp.shared.up") and model.up_matrices == 2 and count == 1:
         # Their single matrix has the rows of the gate first: ours has both, (2, width, hidden).
         return lambda t: t.unflatten(0, (2, -1)), _as_tuple(lambda t: t.flatten(0, 1))
+    if (
+        part == "mlp.experts.up" and model.up_matrices == 2 and count == 1
+    ):  # the same of each expert
+        return lambda t: t.unflatten(1, (2, -1)), _as_tuple(lambda t: t.flatten(1, 2))
     if count == 2:  # the two matrices of SwiGLU: ours has both, (2, width, hidden)
         return lambda gate, up: torch.stack([gate, up]), torch.unbind
     if part == "embedding.positions" and family.skipped_rows:
@@ -425,13 +433,14 @@ def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> 
     """Return groups of rules whose tensors together have up to `limit` bytes, one group per file.
 
     shapes: the shapes of our tensors, by name. itemsize: bytes of an element. A tensor that is
-    larger than `limit` has its own file.
+    larger than `limit` has its own file. Rules of parts of one tensor follow one another.
     """
     files: list[list[Rule]] = [[]]
     filled = 0  # bytes of the tensors in the last group
     for rule in all_rules:
         size = math.prod(shapes[rule.name]) * itemsize
-        if files[-1] and filled + size > limit:
+        is_begun = rule.part is not None and bool(files[-1]) and files[-1][-1].theirs == rule.theirs
+        if files[-1] and filled + size > limit and not is_begun:
             files.append([])
             filled = 0
         files[-1].append(rule)
@@ -447,13 +456,16 @@ def _write_safetensors(
     All tensors of the group are in memory at the same time. Raise UserError if a value is beyond
     the largest of its type.
     """
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for rule in group:
         ours = torch.from_numpy(index.read_whole(kind, rule.name))
         their_type = torch.promote_types(dtype, torch.float32) if rule.exact else dtype
         ours = _cast(ours, their_type, rule.theirs[0] if rule.theirs else rule.name)
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
-            tensors[name] = theirs.contiguous()
+            if rule.part is None:
+                tensors[name] = theirs.contiguous()
+            else:
+                rule.part.write(theirs, tensors, name)
     save_file(tensors, path, metadata={"format": "pt"})
     # safetensors gives the file rights for its owner only: set the rights of an ordinary new file.
     os.chmod(path, 0o666 & ~_umask())
@@ -622,8 +634,10 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
 # Some versions of transformers wrote a tensor under another name: the key is the name in our rules,
 # the value the other name.
 _OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}
-# And some have other names for a part: OLMo Hybrid's norms, when transformers 5.23 has saved them.
+# And some have other names for a part, such as transformers 5.23 in the files that it saves.
 _OTHER_PARTS = [
+    ("backbone.", "model."),  # Nemotron-H's
+    (".mlp.", ".block_sparse_moe."),  # of Kimi Linear's dense blocks
     (".post_attention_layernorm.", ".feedforward_layer_norm."),
     (".feedforward_layer_norm.", ".post_attention_layernorm."),
     (".attention_layer_norm.", ".input_layernorm."),
@@ -734,7 +748,7 @@ def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[s
     """
     tensors = {}
     missing = []
-    for name in sorted(name for rule in all_rules for name in rule.theirs):
+    for name in sorted({name for rule in all_rules for name in rule.theirs}):
         name_in_file = _spelled(name, slices)
         if name_in_file is None:
             missing.append(name)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from architecture.block_attention import flags_of
+from architecture.multipliers import OF_MIXER, multipliers_of
 from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
@@ -94,6 +95,7 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
 
 def check_shape(model: ModelShape) -> None:
     """Raise UserError if the model cannot be built under any layout."""
+    _check_pattern(model)
     _check_latent(model)
     # Only the default head size, hidden / heads, needs a number of heads that divides hidden.
     default_size = not model.is_latent and model.head_size == model.hidden // model.heads
@@ -155,6 +157,16 @@ def _check_attention(model: ModelShape) -> None:
 
 def _check_mixer(model: ModelShape) -> None:
     """Raise UserError if the options of a mixer in the place of attention do not go together."""
+    factors = multipliers_of(model.multipliers)
+    if "gate" in factors and model.activation not in ("swiglu", "geglu"):
+        raise UserError(
+            f"multipliers has gate, but --activation {model.activation} has none to scale"
+        )
+    of_mixer = [place for place in factors if place in OF_MIXER]
+    if of_mixer and model.mixer != "mamba2":
+        raise UserError(
+            f"multipliers has {of_mixer[0]} of mixer mamba2, but mixer is {model.mixer}"
+        )
     if model.mixer == "attention":
         return
     if not any(flags_of(model.mixer_blocks, model.layers)):
@@ -171,6 +183,35 @@ def _check_mixer(model: ModelShape) -> None:
         raise UserError(
             f"mixer(kda) has as many key heads as value heads, not {' and '.join(both)}"
         )
+
+
+def _check_pattern(model: ModelShape) -> None:
+    """Raise UserError if a pattern of blocks of one part is malformed or meets other options."""
+    pattern = model.hybrid_pattern
+    if pattern == "none":
+        return
+    if not set(pattern) <= set("M*-E"):
+        raise UserError(
+            f"hybrid_pattern is none, or M for the mixer, * attention, - an MLP and E experts, not "
+            f"{pattern!a:.80}"
+        )
+    if len(pattern) != model.layers:
+        raise UserError(f"hybrid_pattern has {len(pattern)} blocks, but layers is {model.layers}")
+    if "M" not in pattern:
+        raise UserError(f"hybrid_pattern({pattern}) has no block with the mixer({model.mixer}): M")
+    if "E" in pattern and model.experts == 1:
+        raise UserError("hybrid_pattern has blocks with experts (E): give --experts N above 1")
+    others = {
+        "--block": (model.block, "pre-norm"),
+        "mixer_blocks": (model.mixer_blocks, "all"),
+        "mixer_beside": (model.mixer_beside, False),
+        "first_dense_layers": (model.first_dense_layers, 0),
+        "expert_interval": (model.expert_interval, 1),
+        "kv_lora_rank": (model.kv_lora_rank, 0),
+    }
+    for name, (value, only) in others.items():
+        if value != only:
+            raise UserError(f"hybrid_pattern needs {name} {only}, not {value}")
 
 
 def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
@@ -283,6 +324,8 @@ def _check_router(model: ModelShape) -> None:
     if not any(map(model.has_experts, range(model.layers))):
         dense = model.first_dense_layers
         interval = model.expert_interval
+        if model.hybrid_pattern != "none":
+            raise UserError(f"experts({model.experts}): hybrid_pattern has no block with them (E)")
         raise UserError(
             f"first_dense_layers({dense}) and expert_interval({interval}) leave no block of "
             f"layers({model.layers}) with experts"

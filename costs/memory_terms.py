@@ -18,9 +18,11 @@ import numpy as np
 
 from architecture.block_attention import SPAN
 from architecture.model_stats import (
+    attends,
     block_norms,
     mean_of_blocks,
     mixer_matrices,
+    mixes,
     norm_parameters,
     normed_width,
     whole_scales,
@@ -323,8 +325,10 @@ def block_activations(job: Job, scores: Column) -> Column:
     outside = 3 if model.block == "parallel" else 2 * block_norms(model)
     numbers = outside * h / job.sequence_shards
     of_mixer: Column = 0.0
-    if model.mixer != "attention":
+    if mixes(model):
         of_mixer = mixer_terms.kept_bytes(job, scores)
+    elif not attends(model):
+        pass
     elif model.is_latent:
         numbers = numbers + latent_numbers(job, scores)
     else:
@@ -345,7 +349,7 @@ def block_activations(job: Job, scores: Column) -> Column:
         numbers = numbers + active * results_over_mean(job) * h / t
     # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
     gathered_from = job.cp // job.over_heads - 1
-    gathered_from = gathered_from * (model.mixer == "attention")
+    gathered_from = gathered_from * attends(model)
     numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
     kept = job.number_bytes * job.tokens * numbers + routing_bytes(job) + of_mixer
     return kept + np.where(scores, span_bytes(job), 0.0)
@@ -363,12 +367,7 @@ def span_bytes(job: Job) -> Column:
     model = job.model
     by_products = bool(model.attention_softcap or model.sinks)
     has_flex = job.machine.precision == "bf16" and model.head_size >= 16
-    if (
-        model.mixer != "attention"
-        or model.is_latent
-        or has_flex
-        or not (by_products or model.window)
-    ):
+    if not attends(model) or model.is_latent or has_flex or not (by_products or model.window):
         return 0.0
     keys = keys_of_spans(model)  # of each query
     result = job.number_bytes * model.attention_width / job.layout.tp

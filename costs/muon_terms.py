@@ -10,7 +10,7 @@ Every other optimizer has 0 of each. optim/muon.py and optim/matrix_owners.py ar
 
 import numpy as np
 
-from architecture.model_stats import mixer_matrices
+from architecture.model_stats import attends, mixer_matrices, mixes
 from architecture.shape import ModelShape
 from costs import op_costs
 from costs.job import Column, Job
@@ -27,8 +27,10 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     """
     h = model.hidden
     d = model.head_size
-    if model.mixer != "attention":
+    if mixes(model):
         return _mixer_matrices(model, mode) + _mlp_matrices(model)
+    if not attends(model):
+        return _mlp_matrices(model)
     if model.is_latent:
         found = _latent_matrices(model, mode)
         return found + _mlp_matrices(model)
@@ -85,7 +87,7 @@ def _mlp_matrices(model: ModelShape) -> list[tuple[int, int, int]]:
     """Return the matrices of a block's MLP, or of its experts and its shared MLP, as above."""
     h = model.hidden
     found: list[tuple[int, int, int]] = []
-    widths = [(1, model.ffn_hidden)]
+    widths = [(1, model.ffn_hidden)] if model.mlps[0] else []
     if model.experts > 1:
         widths = [(model.experts, model.expert_ffn_hidden), (1, model.shared_ffn_hidden)]
     for count, width in widths:

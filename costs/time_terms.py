@@ -18,7 +18,14 @@ from statistics import NormalDist
 
 import numpy as np
 
-from architecture.model_stats import block_norms, mixer_matrices, normed_width, seen_tokens
+from architecture.model_stats import (
+    attends,
+    block_norms,
+    mixer_matrices,
+    mixes,
+    normed_width,
+    seen_tokens,
+)
 from costs import mixer_terms, muon_terms, op_costs
 from costs.job import Column, Job, mean_of_kinds, term
 from costs.op_costs import Pass
@@ -99,16 +106,17 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     h = model.hidden
     # All but the last matrix of attention are divided by outputs, or whole: with sequence
     # parallelism a rank then multiplies a whole matrix with its own tokens only.
-    *inner, (_, width, _) = mixer_matrices(model)
+    *inner, (_, width, _) = mixer_matrices(model) or [(0, 0, True)]
     sizes = [
         (job.tokens, outs // t, ins, 1)
         if divided
         else (job.tokens // job.sequence_shards, outs, ins, 1)
         for outs, ins, divided in inner
     ]
-    sizes.append((job.tokens, h, width // t, 1))
+    if width:
+        sizes.append((job.tokens, h, width // t, 1))
     dense_width = model.shared_ffn_hidden if model.experts > 1 else model.ffn_hidden
-    if dense_width:
+    if dense_width and model.mlps[0]:
         columns = dense_width * model.up_matrices
         sizes.append((job.tokens, columns // t, h, 1))
         sizes.append((job.tokens, h, dense_width // t, 1))
@@ -148,8 +156,10 @@ def attention(job: Job) -> Pass:
     mixer in the place of attention (mixer_terms.py).
     """
     model = job.model
-    if model.mixer != "attention":
+    if mixes(model):
         return mixer_terms.core_seconds(job)
+    if not attends(model):
+        return Pass(0.0, 0.0)
     layout = job.layout
     widths = model.qkv_width + model.attention_width
     exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes of q, k, v and results
@@ -194,34 +204,35 @@ def elementwise_bytes(job: Job) -> Pass:
     model = job.model
     t = job.layout.tp
     h = model.hidden
-    active = model.experts_per_token
+    _, active = model.mlps
     normed = h / job.sequence_shards  # numbers of a token that a norm on this rank reads
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     activation_inputs = f * model.up_matrices
     rotated = (model.heads + model.kv_heads) * model.head_size  # width of queries and keys
     latents = model.q_lora_rank + model.kv_lora_rank
-    mixes = model.mixer != "attention"
+    has_attention = attends(model)
     norms = block_norms(model)  # each: a read and a write; backward reads two
     moved = Pass(2 * norms * normed, 3 * norms * normed)
-    moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
+    sums = 2 if model.hybrid_pattern == "none" else 1
+    moved += Pass(3 * normed, 3 * normed) * sums  # residual additions: two reads and a write
     # The MLP's activation reads its inputs and writes f numbers; backward moves f numbers more.
     moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
-    if not mixes:
+    if has_attention:
         moved += Pass(2.0, 3.0) * (latents / job.sequence_shards)  # norms of the latents
     if (
-        model.value_size < model.kernel_head_size and not mixes
+        model.value_size < model.kernel_head_size and has_attention
     ):  # values are copied to be as wide as keys
         moved += Pass(2.0, 2.0) * (model.heads * model.kernel_head_size / t)
     if model.bias:  # a bias's gradient reads the gradient of the product's output
         moved += Pass(0.0, f / t + 2 * h)
-    if mixes:
+    if mixes(model):
         moved += mixer_terms.moved_numbers(job)
-    if model.qkv_bias and not mixes:
+    if model.qkv_bias and has_attention:
         moved += Pass(0.0, (model.qkv_width + model.gate_width) / t)
-    if not mixes:
+    if has_attention:
         moved += Pass(4.0, 6.0) * (model.gate_width / t)  # the sigmoid of gates, and the products
-    if model.positions == "rotary" and not mixes:
+    if model.positions == "rotary" and has_attention:
         moved += Pass(ROTARY, ROTARY) * (rotated / t)  # rotating queries and keys
     moved += permuted(job) * (active * h / t)  # ordering rows by expert
     return moved * job.number_bytes
@@ -236,7 +247,8 @@ def tensor_collectives(job: Job) -> Column:
     """
     model = job.model
     has_experts_only = model.experts > 1 and not model.shared_ffn_hidden  # no MLP that tp divides
-    sums = 2 - has_experts_only * job.sequence_parallel
+    parts = 2 if model.hybrid_pattern == "none" else 1
+    sums = parts - has_experts_only * job.sequence_parallel
     overlap = job.machine.software.overlap_tensor
     hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)  # what products hide
     return sums * tensor_all_reduce(job) * (1 - hidden_share)
@@ -250,7 +262,7 @@ def latent_collectives(job: Job) -> Pass:
     and the shared key, which have fewer numbers: the result is negative.
     """
     model = job.model
-    if not model.is_latent:
+    if not model.is_latent or not attends(model):
         return Pass(0.0, 0.0)
     spread = (model.q_lora_rank or model.hidden) + model.kv_lora_rank + model.qk_rope_head_dim
     hidden_share = np.where(job.layout.splits_backward, 0.0, job.machine.software.overlap_tensor)
@@ -388,7 +400,7 @@ def selective_seconds(job: Job, forward: Column) -> Column:
     replace this formula. A mixer without attention is computed again. forward: seconds of the
     block's forward.
     """
-    return 0.0 if job.model.mixer == "attention" else mixer_terms.core_seconds(job).forward
+    return mixer_terms.core_seconds(job).forward if mixes(job.model) else 0.0
 
 
 @term

@@ -5,7 +5,8 @@
                          the latent --norm, kv_b--> k_nope | v of each head
 
 A head's query and key are a part that positions do not turn (n columns) and a part that they turn
-(r columns, qk_rope_head_dim); the turned part of the key is shared by all heads. Without
+(r columns, qk_rope_head_dim; not in blocks without positions); that part of the key is shared by
+all heads. Without
 q_lora_rank the queries come from x by one matrix, `q`. Attention is then that of
 layers/attention.py.
 
@@ -176,15 +177,13 @@ class LatentAttention(nn.Module):
         the results are W_v (p c), so all heads attend to one key, c and k_rope side by side, whose
         value is c. q: (s, b, a (n + r)). latent, c: (s, b, kv_lora_rank). k_rope: (s, b, r).
         """
-        if rotary is None:
-            raise ValueError("latent attention needs rotary positions")
         # (a, n + v, kv_lora_rank); --zero 3 gathers the matrix with its first dimensions joined.
         weight = self.kv_b.weight.view(-1, self.nope + self.value, self.latent)
         of_key, of_value = weight.split((self.nope, self.value), 1)
         q_nope, q_rope = q.unflatten(-1, (len(weight), -1)).split((self.nope, self.rope), -1)
         q_latent = torch.einsum("sban,anc->sbac", q_nope, of_key)
-        q = torch.cat([q_latent, rotate(q_rope, rotary)], -1)
-        k_rope = rotate(k_rope.unsqueeze(2), rotary)
+        q = torch.cat([q_latent, _turned(q_rope, rotary)], -1)
+        k_rope = _turned(k_rope.unsqueeze(2), rotary)
         latents, k_ropes, mask = cache.extend(self, latent.unsqueeze(2), k_rope)  # of all tokens
         k = torch.cat([latents, k_ropes], -1)
         # attend divides the scores by the square root of the columns that it sees.
@@ -195,11 +194,16 @@ class LatentAttention(nn.Module):
         return torch.einsum("sbac,avc->sbav", mixed, of_value).flatten(2)
 
 
+def _turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return x, (s, b, a, r), turned by its positions; without tables, as it is (NoPE)."""
+    return x if rotary is None else rotate(x, rotary)
+
+
 def _heads_of(
     q: Tensor,
     kv: Tensor,
     k_rope: Tensor,
-    rotary: tuple[Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor] | None,
     sizes: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of this rank's heads, (s, b, a, d) each, with positions turned.
@@ -211,8 +215,8 @@ def _heads_of(
     nope, rope, value = sizes
     q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).split((nope, rope), -1)
     k_nope, v = kv.unflatten(-1, (-1, nope + value)).split((nope, value), -1)
-    k_turned = rotate(k_rope.unsqueeze(2), rotary).expand(-1, -1, k_nope.shape[2], -1)
-    q = torch.cat([q_nope, rotate(q_rope, rotary)], -1)
+    k_turned = _turned(k_rope.unsqueeze(2), rotary).expand(-1, -1, k_nope.shape[2], -1)
+    q = torch.cat([q_nope, _turned(q_rope, rotary)], -1)
     k = torch.cat([k_nope, k_turned], -1)
     missing = value - nope - rope
     if missing <= 0:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from architecture.multipliers import OF_MIXER
 from architecture.shape import ModelShape
 from distributed.collectives import spread_to_tp, sum_both_ways
 from layers.linear_recurrence import linear_recurrence
@@ -72,7 +73,10 @@ class Mamba2(RecurrentMixer):
             self.conv_keys_bias = of_groups(f"{name}.conv_keys_bias", (groups, 2 * p))
         self.a_log, self.dt_bias = add_decays(factory, name, (heads,), (heads,))
         self.d = factory.parameter(f"{name}.d", (heads,), fill=1.0, dim=0)
-        self.norm = factory.parameter(f"{name}.norm.weight", (heads, r), fill=1.0, dim=0)
+        self.norm: nn.Parameter | None = None
+        if model.mixer_norm:
+            self.norm = factory.parameter(f"{name}.norm.weight", (heads, r), fill=1.0, dim=0)
+        self.multipliers = [model.multiplier(place) for place in OF_MIXER]  # of z, x, b, c, dt
         self.out = RowLinear(factory, f"{name}.out", heads * r, h, std, model.bias)
 
     def project(self, x: Tensor) -> Inputs:
@@ -82,8 +86,13 @@ class Mamba2(RecurrentMixer):
         x = spread_to_tp(x, factory.mesh.tp, factory.sequence_parallel)
         of_heads = linear(x, self.inputs, None, factory.deferred, compile=factory.compile)
         of_groups = linear(x, self.keys, None, factory.deferred, compile=factory.compile)
+        of_heads = of_heads.unflatten(-1, (-1, 2 * r + 1))
         keys = self._own_groups(of_groups.unflatten(-1, (-1, 2 * p)), 2)
-        return of_heads.unflatten(-1, (-1, 2 * r + 1)), keys
+        if set(self.multipliers) == {1.0}:
+            return of_heads, keys
+        z, x_, b, c, dt = self.multipliers
+        factors = of_heads.new_tensor([z] * r + [x_] * r + [dt])
+        return of_heads * factors, keys * keys.new_tensor([b] * p + [c] * p)
 
     def _own_groups(self, x: Tensor, dim: int) -> Tensor:
         """Return the part of x that is of this rank's groups, which are along `dim`."""
@@ -92,7 +101,8 @@ class Mamba2(RecurrentMixer):
     def weights(self) -> MixerWeights:
         """Return taps, a_log, dt_bias, d, the norm's scale and, if there are any, biases."""
         divided = [self.conv, self._own_groups(self.conv_keys, 0)]
-        divided += [self.a_log, self.dt_bias, self.d, self.norm]
+        divided += [self.a_log, self.dt_bias, self.d]
+        divided += [] if self.norm is None else [self.norm]
         if self.conv_bias is not None and self.conv_keys_bias is not None:
             divided += [self.conv_bias, self._own_groups(self.conv_keys_bias, 0)]
         return MixerWeights(tuple(divided), ())
@@ -108,7 +118,9 @@ class Mamba2(RecurrentMixer):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the normalised results, (s, b, a r), and the state, (b, a, p, r)."""
         of_heads, keys = inputs
-        conv, conv_keys, a_log, dt_bias, d, scale, *biases = weights.divided
+        conv, conv_keys, a_log, dt_bias, d, *others = weights.divided
+        scale = None if self.norm is None else others[0]
+        biases = others[scale is not None :]
         p, r = self.sizes
         taps = torch.cat([conv.flatten(0, 1), conv_keys.flatten(0, 1)])
         convolved = segment.convolve(taps)
@@ -127,6 +139,8 @@ class Mamba2(RecurrentMixer):
         )
         mixed = mixed + x * exact(d)[:, None]
         gated = mixed * F.silu(exact(of_heads[..., :r]))
+        if scale is None:
+            return gated.to(of_heads.dtype).flatten(2), state
         normed = self._norm(gated, groups).to(of_heads.dtype)
         return (normed * scale).to(of_heads.dtype).flatten(2), state
 

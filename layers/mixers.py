@@ -1,6 +1,6 @@
 """The mixers that a block may have in the place of attention, and what they need of a micro-batch.
 
-    make = mixer_class(model.mixer_of(3))              makes the mixer of block 3
+    make = CLASSES["mamba2"]                           makes a mixer of this name
     inputs = MixerInputs(factory, positions, mixers)   of the blocks of a stage
     for mask, rotary in inputs.inputs_by_block(batch, cache, count)
 
@@ -10,7 +10,7 @@ into documents; it has no rotary positions. Its state in decoding is kept in the
 (KeyValueCache.keep).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,32 +50,38 @@ def document_offsets(batch: Batch | None, factory: ParamFactory) -> Tensor | Non
 
 
 class MixerInputs:
-    """Makes masks and rotary tables of a stage's blocks, some of which have no attention."""
+    """Makes masks and rotary tables of a stage's blocks, some of which have a mixer."""
 
-    def __init__(self, factory: ParamFactory, attention: Any, has_attention: Sequence[bool]):
+    def __init__(self, factory: ParamFactory, attention: Any, mixers: Sequence[tuple[str, ...]]):
         """attention: makes those of the blocks with attention; None if there are none.
 
-        has_attention: whether each block of the stage has attention.
+        mixers: what mixes the tokens in each block of the stage (ModelShape.mixers_of).
         """
         self.factory = factory
         self.attention = attention
-        self.has_attention = has_attention
+        self.mixers = mixers
 
     def inputs_by_block(self, batch: Batch | None, cache: Any, count: int) -> list[tuple[Any, Any]]:
         """Return what `attention.Positions.inputs_by_block` returns, of all `count` blocks.
 
-        A mixer has the offsets of its tokens in their documents for a mask.
+        A mixer has the offsets of its tokens in their documents for a mask; a block with attention
+        and a mixer has both in a tuple.
         """
         of_mixers = document_offsets(batch, self.factory) if cache is None else None
-        found = iter(())
+        found: Iterator[tuple[Any, Any]] = iter(())
         if self.attention is not None:
-            found = iter(self.attention.inputs_by_block(batch, cache, sum(self.has_attention)))
-        return [next(found) if attends else (of_mixers, None) for attends in self.has_attention]
+            count = sum("attention" in names for names in self.mixers)
+            found = iter(self.attention.inputs_by_block(batch, cache, count))
+        inputs = []
+        for names in self.mixers:
+            mask, rotary = next(found) if "attention" in names else (of_mixers, None)
+            inputs.append(((mask, of_mixers) if len(names) > 1 else mask, rotary))
+        return inputs
 
 
 def kernel_of(model: ModelShape, factory: ParamFactory) -> str:
     """Return, for the log, how many blocks have a mixer, and what runs in them; or ""."""
-    count = model.layers - len(model.attention_blocks)
+    count = sum(map(model.has_mixer, range(model.layers)))
     if not count:
         return ""
     ranks = ""

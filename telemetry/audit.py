@@ -424,8 +424,10 @@ def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
         yield "embedding", stage.embedding
     blocks: Iterable[Any] = stage.blocks
     for number, block in enumerate(blocks, stage.spec.first):
-        yield f"blocks.{number}.{block.mixer_name}", block.mixer
-        yield f"blocks.{number}.mlp", block.mlp
+        for name, mixer in block.mixers():
+            yield f"blocks.{number}.{name}", mixer
+        if block.has_mlp:
+            yield f"blocks.{number}.mlp", block.mlp
     if stage.head is not None:
         yield "head", stage.head
 

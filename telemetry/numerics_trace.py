@@ -63,11 +63,12 @@ GRADIENT, BEFORE, AFTER = "gradient", "weights before", "weights after"
 def activation_names(model: ModelShape) -> list[str]:
     """Return the names of a model's activations and their gradients, in the order of execution.
 
-    A block's are those of its mixer, which is attention in most models, and its own.
+    A block's are those of its mixers, attention alone in most models, and its own.
     """
     outputs = ["embedding"]
     for block in range(model.layers):
-        outputs += [f"blocks.{block}.{model.mixer_of(block)}", f"blocks.{block}"]
+        outputs += [f"blocks.{block}.{name}" for name in model.mixers_of(block)]
+        outputs.append(f"blocks.{block}")
     outputs.append("head.norm")
     gradients = [f"gradient of {name}" for name in reversed(outputs)]
     return ["tokens", *outputs, "labels", "loss", *gradients]
@@ -410,7 +411,8 @@ def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for number, block in enumerate(stage.blocks, stage.spec.first):
-        yield f"blocks.{number}.{block.mixer_name}", block.mixer
+        for name, mixer in block.mixers():
+            yield f"blocks.{number}.{name}", mixer
         yield f"blocks.{number}", block
     if stage.head is not None:
         yield "head.norm", stage.head.norm

@@ -256,6 +256,136 @@ QWEN35 = (
         "use_cache": True,
     }
 )
+MAMBA = {
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 12,
+    "mamba_proj_bias": False,
+}
+GRANITE4 = (
+    {k: v for k, v in GRANITE.items() if k != "mlp_bias"}
+    | MAMBA
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "bos_token_id": EOS,
+        "eos_token_id": EOS,
+        "init_method": "mup",
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 0,
+        "num_hidden_layers": 4,
+        "num_local_experts": 0,
+        "output_router_logits": False,
+        "pad_token_id": PAD,
+        "position_embedding_type": "nope",
+        "router_aux_loss_coef": 0.0,
+        "shared_intermediate_size": 80,
+    }
+)
+COHERE2 = SMALL | {
+    "architectures": ["Cohere2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": BOS,
+    "cache_implementation": "hybrid",
+    "eos_token_id": EOS,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "intermediate_size": 80,
+    "layer_norm_eps": 1e-05,
+    "layer_switch": 4,
+    "logit_scale": 0.25,
+    "max_position_embeddings": 512,
+    "model_type": "cohere2",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "order_of_interleaved_layers": "local_attn_first",
+    "pad_token_id": 0,
+    "position_embedding_type": "rope_gptj",
+    "rope_scaling": None,
+    "rope_theta": 50000,
+    "rotary_pct": 1.0,
+    "sliding_window": 8,
+    "sliding_window_pattern": 4,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.0.dev0",
+    "use_cache": True,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+}
+FALCON_H1 = (
+    {k: v for k, v in LLAMA.items() if k != "pretraining_tp"}
+    | MAMBA
+    | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375,
+        "attn_layer_indices": None,
+        "embedding_multiplier": 5.656854249492381,
+        "head_dim": 16,
+        "key_multiplier": 0.39062499999999994,
+        "lm_head_multiplier": 0.0390625,
+        "mamba_d_ssm": 96,
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False,
+        "mamba_use_mlp": True,
+        "mlp_bias": False,
+        "mlp_expansion_factor": 8,
+        "mlp_multipliers": [0.8838834764831844, 0.5859375],
+        "model_type": "falcon_h1",
+        "num_logits_to_keep": 1,
+        "pad_token_id": 0,
+        "projectors_bias": False,
+        "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "ssm_out_multiplier": 0.23570226039551587,
+    }
+)
+NEMOTRON_H = {k: v for k, v in LLAMA.items() if k not in ("pretraining_tp", "rms_norm_eps")} | {
+    "architectures": ["NemotronHForCausalLM"],
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 16,
+    "hidden_dropout": 0.0,
+    "hybrid_override_pattern": "M-M*-M-",
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 10,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 6,
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 2,
+    "num_hidden_layers": 7,
+    "num_logits_to_keep": 1,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "ssm_state_size": 16,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, float("inf")],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+}
+for gone in ("hidden_act", "rope_scaling", "rope_theta"):
+    NEMOTRON_H.pop(gone)
 GEMMA2 = SMALL | {
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,
@@ -372,6 +502,48 @@ LATENT = SMALL | {
     "transformers_version": "4.33.1",
     "use_cache": True,
     "v_head_dim": 12,
+}
+KIMI = {
+    k: v
+    for k, v in LATENT.items()
+    if k
+    not in (
+        *(
+            "attention_bias",
+            "aux_loss_alpha",
+            "max_position_embeddings",
+            "n_group",
+            "pretraining_tp",
+        ),
+        *("n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+        *("scoring_func", "seq_aux", "topk_method"),
+    )
+} | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "head_dim": 72,
+    "linear_attn_config": {
+        "full_attn_layers": [3],
+        "head_dim": 12,
+        "kda_layers": [1, 2, 4],
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 512,
+    "model_type": "kimi_linear",
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "routed_scaling_factor": 2.446,
+    "use_grouped_topk": True,
 }
 DEEPSEEK_ROPE = {
     "beta_fast": 32,
@@ -499,6 +671,57 @@ MODELS: dict[str, tuple[dict, dict | None, str | None]] = {
         {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
         None,
     ),
+    "granite-4.0-h-tiny": (
+        GRANITE4
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
+        | {"shared_intermediate_size": 40},
+        {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD},
+        None,
+    ),
+    "granite-4.0-h-micro": (GRANITE4, {"eos_token_id": EOS, "pad_token_id": PAD}, None),
+    "granite-4.0-micro": (
+        GRANITE4 | {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
+        {"eos_token_id": EOS, "pad_token_id": PAD},
+        None,
+    ),
+    "Bamba-9B-v2": (
+        {k: v for k, v in LLAMA.items() if k not in ("pretraining_tp", "rope_scaling")}
+        | MAMBA
+        | {
+            "architectures": ["BambaForCausalLM"],
+            "attn_layer_indices": [1, 3],
+            "mlp_bias": False,
+            "model_type": "bamba",
+            "num_hidden_layers": 4,
+            "num_logits_to_keep": 1,
+            "pad_token_id": PAD,
+            "z_loss_coefficient": 0.0001,
+        },
+        {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
+        None,
+    ),
+    "c4ai-command-r7b-12-2024": (COHERE2, {"eos_token_id": EOS, "pad_token_id": 0}, None),
+    "Falcon-H1-0.5B-Instruct": (FALCON_H1, {"eos_token_id": EOS, "pad_token_id": 0}, None),
+    "Nemotron-H-8B-Base-8K": (NEMOTRON_H, {"eos_token_id": EOS, "pad_token_id": 0}, None),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (
+        NEMOTRON_H
+        | {
+            "hybrid_override_pattern": "MEM*E",
+            "intermediate_size": 24,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 1,
+        },
+        {"eos_token_id": EOS, "pad_token_id": 0},
+        None,
+    ),
+    "Kimi-Linear-48B-A3B-Instruct": (KIMI, {"eos_token_id": EOS, "pad_token_id": 0}, None),
     "GLM-4-9B-0414": (GLM4, {"eos_token_id": [EOS, TURN, PAD], "pad_token_id": EOS}, None),
     "LFM2-1.2B": (
         LFM2,

@@ -65,6 +65,20 @@ QWEN_MOE = LLAMA | EXPERTS
 LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 16}
 LINEAR_ATTENTION |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_hidden_layers": 4}
 LINEAR_ATTENTION |= {"linear_conv_kernel_dim": 3}
+KIMI = {k: v for k, v in NEW_NAMES.items() if k != "max_position_embeddings"}
+KIMI |= {"num_key_value_heads": 6, "intermediate_size": 80, "num_experts": 8, "v_head_dim": 12}
+KIMI |= {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "model_max_length": S}
+KIMI |= {"num_experts_per_token": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
+KIMI |= {"num_hidden_layers": 3, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+MAMBA = LLAMA | {"pad_token_id": None, "num_hidden_layers": 3, "mamba_n_heads": 12}
+FALCON_FACTORS = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.3}
+FALCON_FACTORS |= {"attention_in_multiplier": 0.7, "attention_out_multiplier": 0.9}
+FALCON_FACTORS |= {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}
+FALCON_FACTORS |= {"mlp_multipliers": [0.8, 0.4], "ssm_multipliers": [0.35, 0.25, 0.5, 0.7, 1.5]}
+NEMOTRON = {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}
+NEMOTRON |= {"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 12, "n_groups": 2}
+NEMOTRON |= {"conv_kernel": 3, "head_dim": 16, "pad_token_id": None}
+MAMBA |= {"mamba_d_head": 8, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2}
 # DeepSeek's latent attention: sizes that no default has. Values are wider or narrower than keys.
 LATENT = NEW_NAMES | {"num_key_value_heads": 6, "intermediate_size": 80, "n_routed_experts": 8}
 LATENT |= {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
@@ -122,6 +136,46 @@ CASES = {
     | {"pad_token_id": None, "num_hidden_layers": 3, "linear_allow_neg_eigval": False}
     | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
     | {"tie_word_embeddings": True},
+    "bamba": MAMBA | {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    "bamba rotary": MAMBA
+    | {"attn_layer_indices": [2], "mamba_conv_bias": False, "tie_word_embeddings": True}
+    | {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.25}, "head_dim": 16},
+    "granitemoehybrid": MAMBA
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
+    | {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_groups": 3}
+    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625}
+    | {"logits_scaling": 2.0, "tie_word_embeddings": True},
+    "granitemoehybrid dense": MAMBA
+    | {"num_local_experts": 0, "shared_intermediate_size": 80, "position_embedding_type": "rope"}
+    | {"layer_types": ["mamba", "attention", "mamba"]},
+    "granitemoehybrid attention": MAMBA
+    | {"num_local_experts": 0, "shared_intermediate_size": 80, "position_embedding_type": "rope"}
+    | {"layer_types": ["attention"] * 3},
+    "cohere2": LLAMA
+    | {"pad_token_id": None, "sliding_window": 9, "logit_scale": 0.3, "num_hidden_layers": 4},
+    "cohere2 pattern": LLAMA
+    | {"pad_token_id": None, "sliding_window": 9, "layer_types": [FULL, LOCAL, LOCAL]}
+    | {"num_hidden_layers": 3, "rope_parameters": LINEAR, "tie_word_embeddings": False}
+    | {"logit_scale": 0.5},
+    "kimi_linear": KIMI
+    | {"layer_types": ["linear_attention", FULL, "linear_attention"], "linear_num_heads": 4}
+    | {"linear_head_dim": 10, "linear_conv_kernel_dim": 3},
+    "kimi_linear object": KIMI
+    | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
+    | {
+        "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 12}
+        | {"num_heads": 4, "short_conv_kernel_size": 4},
+        "first_k_dense_replace": 2,
+    },
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 96, "mamba_n_groups": 2} | FALCON_FACTORS,
+    "falcon_h1 norm": MAMBA
+    | {"mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+    | {"tie_word_embeddings": True, "head_dim": 16, "lm_head_multiplier": 0.3},
+    "nemotron_h": NEMOTRON | {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]},
+    "nemotron_h experts": NEMOTRON
+    | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    | {"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5, "n_group": 4}
+    | {"topk_group": 2, "use_conv_bias": False, "hybrid_override_pattern": "MEM*E-", "head_dim": 8},
     "mistral": LLAMA | {"sliding_window": S, "head_dim": 10},
     "mistral window": LLAMA | {"sliding_window": 9, "head_dim": 10},
     "ministral": LLAMA | {"head_dim": 10, "sliding_window": 9, "layer_types": [FULL, LOCAL]},
@@ -173,6 +227,14 @@ CASES = {
 }
 
 
+# Of Granite's experts, the names in memory and in files.
+GRANITE_NAMES = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+
+
 def their_model(case: str, dtype: torch.dtype = torch.float32, vocab: int = V, **options):
     """transformers' model of a case, with weights, biases and norms drawn."""
     config = transformers.AutoConfig.for_model(case.split()[0], vocab_size=vocab, **CASES[case])
@@ -185,7 +247,9 @@ def their_model(case: str, dtype: torch.dtype = torch.float32, vocab: int = V, *
     for name, buffer in theirs.named_buffers():
         if name.endswith("e_score_correction_bias"):  # it moves the choice of experts
             buffer.data = torch.randn_like(buffer) * 0.15
-            if case == "minimax_m2":  # transformers loads it in the type of the other weights
+            if case.startswith(
+                ("minimax_m2", "kimi_linear")
+            ):  # transformers loads it in the type of the other weights
                 buffer.data = buffer.bfloat16().to(buffer.dtype)
     return theirs.eval()
 
@@ -194,9 +258,25 @@ def shape_of(theirs) -> schema.ModelShape:
     return hf_export.model_shape(theirs.config.to_dict(), "config.json")
 
 
+def nemotron_names(tensors: dict) -> dict:
+    """Of Nemotron-H, the names in files."""
+    found = {}
+    for name, tensor in tensors.items():
+        in_files = name.replace("model.", "backbone.")
+        found[in_files] = tensor
+        if in_files.endswith((".experts.up_proj", ".experts.down_proj")):
+            block, kind = in_files.rsplit(".", 1)
+            found |= {f"{block}.{i}.{kind}.weight": each for i, each in enumerate(tensor)}
+    return found
+
+
 def tensors_of(tensors: dict) -> dict:
     """Also by the names that files have: of GPT-NeoX's head, and of each expert by itself."""
     found = {k.replace("lm_head", "embed_out"): v for k, v in tensors.items()} | tensors
+    for theirs, in_files in GRANITE_NAMES.items():
+        found |= {k.replace(theirs, in_files): v for k, v in tensors.items() if theirs in k}
+    if any(name.startswith("model.norm_f.") for name in tensors):
+        found |= nemotron_names(tensors)
     for name, tensor in tensors.items():
         block, _, kind = name.partition(".mlp.experts.")
         if kind == "gate_up_proj":
@@ -214,7 +294,12 @@ def tensors_of(tensors: dict) -> dict:
         elif name.endswith("norm.weight"):  # of OLMo Hybrid's blocks with a mixer
             other = name.replace("post_attention_layernorm", "feedforward_layer_norm")
             found[other.replace("input_layernorm", "attention_layer_norm")] = tensor
-        elif name.endswith((".mlp.gate.weight", ".mlp.e_score_correction_bias")):
+        elif ".self_attn.forget_gate." in name:  # Kimi Linear's
+            found[name.replace("forget_gate.", "")] = tensor
+        elif name.endswith(".self_attn.conv1d.weight"):
+            names = [name.replace("conv1d", f"{part}_conv1d") for part in "qkv"]
+            found |= dict(zip(names, tensor.tensor_split(3)))
+        elif ".mlp.gate." in name or ".mlp.shared_experts." in name or "e_score" in name:
             found[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
     return found
 
@@ -276,6 +361,11 @@ ROUNDED = {"gemma3_text": 6e-5, "gemma2": 3e-5}
 # transformers' are 2e-4 and 2e-3 from them, ours 9e-5 and 8e-4.
 ROUNDED |= {"qwen3_next": 8e-4, "qwen3_5_text": 8e-4, "qwen3_5_moe_text": 8e-4}
 ROUNDED |= {"olmo_hybrid": 8e-5, "qwen3_5_text tied": 4e-3}
+# Of KDA's a_log they are 3e-5 from each other, and so of Kimi Linear's embedding.
+ROUNDED |= {"kimi_linear": 6e-5}
+# Of Mamba-2's a_log ours are 3e-5 from the gradients in fp64, those of transformers 3e-6 to 4e-6:
+# here decays between tokens are differences of sums over a chunk.
+ROUNDED |= dict.fromkeys(("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"), 6e-5)
 ROUNDED_LOGITS = {"qwen3_next": 1e-4, "qwen3_5_text": 3e-4, "qwen3_5_moe_text": 3e-4}
 ROUNDED_LOGITS |= {"olmo_hybrid": 2e-5}
 
@@ -353,7 +443,11 @@ def test_in_and_out_again_is_the_same_model(case, tmp_path):
     for name, tensor in theirs.state_dict().items():
         rows = 2 if "embed_positions" in name else 0  # which no token has
         assert torch.equal(back.state_dict()[name][rows:], tensor[rows:]), name
-    assert torch.equal(back.eval()(tokens).logits, theirs(tokens).logits)
+    # Falcon-H1 has a buffer that is no weight, which transformers loads in bf16.
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager"
+    )
+    assert torch.equal(back.eval()(tokens).logits, loaded.eval()(tokens).logits)
     # A fresh model of that shape, by the file and by the checkpoint.
     for path in ("hf/config.json", "hf", "out", "in", "in/step_00000000"):
         assert parse(["--model", str(tmp_path / path), "--steps", "1"]).model == shape_of(theirs)
@@ -434,6 +528,21 @@ def test_a_hybrid_that_is_no_olmo_hybrid_says_what_it_needs(changes, needed):
         ("qwen3_next", {"mlp_only_layers": [1]}, "here it is the first blocks"),
         ("olmo_hybrid", {"layer_types": ["linear_attention"] * 4}, "layer_types has one type"),
         ("granite", {"mlp_bias": True}, "mlp_bias is True; here it is False"),
+        ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias is True; here it is False"),
+        ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is [0.0, 0.1]; here it is 0"),
+        ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; here, as in"),
+        ("bamba", {"mamba_expand": 1}, "is not the width of all heads(48)"),
+        ("granitemoehybrid", {"num_local_experts": 1}, "num_local_experts is 1; here none, or 2"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate is True; here the gate"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias is True; here it is False"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size is 16; here there is none"),
+        ("nemotron_h", {"mamba_d_conv": 3}, "mamba_d_conv is 3; here there is none"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings is True; here it is F"),
+        ("nemotron_h", {"layers_block_type": ["mlp"]}, "has no linear_attention; here some blocks"),
+        ("nemotron_h", {"layers_block_type": ["conv"]}, "layers_block_type has 'conv'; here: lin"),
+        ("cohere2", {"sliding_window": None}, "no block has a sliding window; here some do"),
+        ("kimi_linear", {"layer_types": [FULL] * 3}, "layer_types has no linear_attention; here"),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "first dense, then"),
     ],
 )
 def test_what_a_hybrid_here_does_not_have_is_refused_by_name(family, changes, sentence):
@@ -448,6 +557,12 @@ def test_what_a_hybrid_here_does_not_have_is_refused_by_name(family, changes, se
         ("lfm2", {"layer_types": ["conv"]}, "config.json: layer_types is .*, not a list of 3"),
         ("lfm2", {"intermediate_size": "wide"}, "the width of the MLP needs numbers above 0"),
         ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval is 0, not a"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers is \[1.0\], not 5 numbers"),
+        ("falcon_h1", {"key_multiplier": -1.0}, "key_multiplier is -1.0, not a number above 0"),
+        ("cohere2", {"logit_scale": "x"}, "logit_scale is 'x', not a number above 0"),
+        ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices is 3, not a list of blocks"),
+        ("nemotron_h", {"layers_block_type": 3}, "layers_block_type is 3, not a list of blocks"),
+        ("kimi_linear", {"linear_attn_config": 1}, "linear_attn_config is 1, not an object"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier is 0, not a number above 0"),
         ("minimax_m2", {"rotary_dim": "4"}, "rotary_dim is '4', not a number of columns"),
     ],

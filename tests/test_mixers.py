@@ -248,6 +248,52 @@ def test_a_text_in_pieces_has_the_same_results_and_state(mixer):
                 assert_within(float((ours - theirs).abs().max()), 1e-12)
 
 
+def stage_of(model: ModelShape) -> torch.nn.Module:
+    run = golden_worker.options({"pad_vocab_multiple": 1, "precision": "fp64"})
+    (stage,) = trainer.build(validation.check(replace(run, model=model), 1)).stages
+    return stage
+
+
+@pytest.mark.parametrize("mixer", CLASSES)
+def test_blocks_of_one_part_compute_what_blocks_of_two_do(mixer):
+    """With the same weights: a mixer and then an MLP are one block of both."""
+    of_two = shape(mixer, layers=2, mixer_blocks="1:1", positions="rotary", vocab_size=32)
+    of_one = replace(of_two, layers=4, mixer_blocks="all", hybrid_pattern="M-*-")
+    whole, parts = stage_of(of_two), stage_of(of_one)
+    weights = {p.spec.name: p for p in whole.parameters()}
+    names = {}
+    for name in weights:
+        block, _, rest = name.removeprefix("blocks.").partition(".")
+        number = f"{2 * int(block) + rest.startswith('mlp')}" if block.isdigit() else ""
+        names[f"blocks.{number}.{rest}" if number else name] = name
+    own = {p.spec.name: p for p in parts.parameters()}
+    assert own.keys() == names.keys()
+    ids = torch.randint(32, (2, 150), generator=torch.Generator().manual_seed(4))
+    for name, p in own.items():
+        p.data.copy_(weights[names[name]])
+    expected, found = (stage.hidden_states(ids) for stage in (whole, parts))
+    assert_within(float((expected - found).abs().max()), 1e-12)
+    assert parameters(of_one) == parameters(of_two)
+
+
+@pytest.mark.parametrize("mixer", CLASSES)
+def test_a_mixer_beside_attention_adds_its_result(mixer):
+    """x + attention(n) + mixer(n), of the same norm, each times its factor."""
+    factors = "attention:0.5,mixer:0.75"
+    model = shape(mixer, layers=1, mixer_beside=True, multipliers=factors, vocab_size=32)
+    (block,) = stage_of(model).blocks
+    x = tokens(model)
+    mask = None
+    normed = block.attention_norm(x)
+    attention, own = (
+        layer(normed, mask, None) for layer in (block.attention, block.mixers()[1][1])
+    )
+    expected = x + 0.5 * attention + 0.75 * own
+    expected = expected + block.mlp(block.mlp_norm(expected))
+    found = sum(block(x, None, (mask, None), None))
+    assert_within(float((expected - found).abs().max()), 1e-12)
+
+
 OPTIONS = {"layers": 4, "precision": "fp64", "mixer_blocks": "1:1", "positions": "rotary"}
 OPTIONS |= {"mixer_kernel": 3, "seq_length": 24, "global_batch_size": 4}
 KINDS = [OPTIONS | {"mixer": mixer} for mixer in CLASSES]
@@ -348,13 +394,22 @@ def test_check_finds_the_mistakes_of_public_code(mistake, tmp_path):
 
 @pytest.mark.parametrize("mixer", CLASSES)
 def test_parameters_are_those_of_the_options(mixer):
-    for options in ({"bias": True}, {"mixer_blocks": "1:1", "kv_heads": 2}):
+    experts = {"experts": 4, "experts_per_token": 2, "shared_ffn_hidden": 24}
+    for options in (
+        {"bias": True},
+        {"mixer_blocks": "1:1", "kv_heads": 2},
+        {"mixer_beside": True},
+        {"mixer_beside": True, "mixer_blocks": "1:1"} | experts,
+        {"hybrid_pattern": "M-"},
+        {"hybrid_pattern": "M*-EM", "layers": 5, "norm": "rmsnorm"} | experts,
+    ):
         model = shape(mixer, **options)
         run = golden_worker.options({"pad_vocab_multiple": 1})
         (stage,) = trainer.build(validation.check(replace(run, model=model), 1)).stages
         built = {p.spec.name: tuple(p.spec.shape) for p in stage.parameters()}
         assert built == canonical_shapes(model)
-        assert sum(p.numel() for p in stage.parameters()) == parameters(model)
+        trained = [p for p in stage.parameters() if p.requires_grad]  # without balance's biases
+        assert sum(p.numel() for p in trained) == parameters(model)
 
 
 @pytest.mark.parametrize("mixer", CLASSES)

@@ -39,6 +39,7 @@ FORMULAS = {
     "gelu": lambda x: x * (1 + (x / 2**0.5).erf()) / 2,  # arXiv 1606.08415
     "gelu_tanh": lambda x: x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2,
     "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: x**2 * (x > 0),  # arXiv 2109.08668
     "swiglu": lambda x, up: x / (1 + (-x).exp()) * up,  # arXiv 2002.05202
     "geglu": lambda x, up: FORMULAS["gelu_tanh"](x) * up,
 }

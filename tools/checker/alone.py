@@ -111,8 +111,10 @@ def _dependence(config: Config, batch: Batch) -> tuple[Tensor, Tensor]:
     directly = depends > 0
     for block in range(config.model.layers):
         first = starts
-        attends = config.model.mixer_of(block) == "attention"
-        if attends and (window := config.model.attention_of(block).window):
+        mixers = config.model.mixers_of(block)
+        if not mixers:  # an MLP alone
+            continue
+        if mixers == ("attention",) and (window := config.model.attention_of(block).window):
             first = starts.maximum(places - window + 1)
         sees = (places >= first[..., None]) & (places < stops[..., None])
         depends = ((sees.float() @ depends + depends) > 0).float()

@@ -26,13 +26,15 @@ TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_
 NOT_DRAWN = TABLES.pop("not drawn")["names"]
 # Options of the model, of training and of data that are in no table are new: they are drawn with
 # values that their declarations say.
-NAMED = {name for table in TABLES.values() for name in table}
+NAMED = {name for table in TABLES.values() for name in table}  # and names of places
 NEW = [
     field
     for group in (ModelShape, Training, Data)
     for field in dataclasses.fields(group)
     if field.name not in NAMED and field.name not in NOT_DRAWN and examples(field)
 ]
+PLACES = TABLES["places of mixers"]  # how often each is drawn
+RESETS = ("reset_attention", "eod_token")
 OFTEN = 0.3  # how often a new one is given
 TRIES = 300
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -67,13 +69,15 @@ def _words(chance: random.Random, given: Mapping[str, Any]) -> list[str]:
     keys = _some(chance, TABLES["keys"])
     if "window" in keys or "window" in given:
         keys |= _some(chance, TABLES["keys of windows"])
+    if mixer := given.get("mixer", keys.get("mixer")):
+        keys |= _of_mixer(chance, mixer, options)
     if "experts" in options:
         keys |= _some(chance, TABLES["keys of experts"])
     if options.get("positions") == "rotary":
         keys |= _some(chance, TABLES["keys of rotary"])
         if chance.random() < 0.25 or "kv_lora_rank" in given:
             kept = ("norm_plus_one", "embedding_scaled", "logit_softcap", "embedding_norm")
-            keys = {n: v for n, v in keys.items() if n in kept}
+            keys = {n: v for n, v in keys.items() if n in kept or "mixer" in n or n in RESETS}
             keys |= _some(chance, TABLES["keys of latent"])
             options.pop("kv_heads", None)
     for field in NEW:
@@ -84,6 +88,22 @@ def _words(chance: random.Random, given: Mapping[str, Any]) -> list[str]:
     options = {"steps": 1, "global_batch_size": 12} | options | keys
     shape = {field.name for field in dataclasses.fields(ModelShape)} if "model" in given else ()
     return _as_words({n: v for n, v in options.items() if n not in given and n not in shape})
+
+
+def _of_mixer(chance: random.Random, mixer: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return keys of a mixer, and where it is. options: those of the run, which are made to fit."""
+    keys = _some(chance, TABLES["keys of mixers"]) | _some(chance, TABLES[f"keys of {mixer}"])
+    [place] = chance.choices([*PLACES], [*PLACES.values()])
+    keys |= _some(chance, TABLES[f"places {place}"])
+    pattern = keys.get("hybrid_pattern", "")
+    if pattern:
+        options["layers"] = len(pattern)
+        options.pop("block", None)
+        if "E" in pattern:
+            options.setdefault("experts", 4)
+        else:
+            options.pop("experts", None)
+    return keys
 
 
 def _as_words(options: Mapping[str, Any]) -> list[str]:

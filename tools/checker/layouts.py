@@ -359,7 +359,7 @@ def _with_effect(config: Config, layout: Layout) -> Layout:
         given = field.name in VALUES and getattr(layout, field.name) != VALUES[field.name][0]
         if given and needs is not None and not validation.is_met(whole, needs):
             plain[field.name] = VALUES[field.name][0]
-    if all(config.model.mixer_of(block) == "attention" for block in range(config.model.layers)):
+    if not any(map(config.model.has_mixer, range(config.model.layers))):
         plain["cp_mixer"] = VALUES["cp_mixer"][0]
     return dataclasses.replace(layout, **plain)
 

@@ -216,8 +216,11 @@ def _mixer(model: ModelShape, layers: int, heads: int) -> dict[str, Any]:
         heads = 1 if model.mixer_key_heads == 1 else 2
     mixes = flags_of(model.mixer_blocks, model.layers)
     pattern = "all" if all(mixes) else ",".join(str(1 - block % 2) for block in range(layers))
+    kinds = list(dict.fromkeys(model.hybrid_pattern))  # of blocks of one part each, in turn
+    parts = "".join(kinds[block % len(kinds)] for block in range(layers))
     return {
         "mixer_blocks": pattern,
+        "hybrid_pattern": "none" if model.hybrid_pattern == "none" else parts,
         "mixer_key_heads": heads,
         "mixer_value_heads": values,
         "mixer_key_size": 4 if model.mixer_key_size == model.mixer_value_size else 6,

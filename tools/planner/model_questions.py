@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from architecture import block_kinds, model_stats
+from architecture.shape import ModelShape
 from config import validation
 from tools.planner import model_sizes
 from tools.planner.layouts import Ranked
@@ -21,15 +22,18 @@ def model(question: Question) -> Answer:
     shape, samples = question.config.model, question.config.training.global_batch_size
     validation.check_shape(shape)
     total = model_stats.parameters(shape)
-    # A model with experts may have blocks of two kinds: with experts, and dense.
+    # A model may have blocks of several kinds, such as with experts and dense.
     kinds = block_kinds.kinds(shape)
-    parts = dict(zip(("block", "dense block"), [model_stats.block_parameters(k) for _, k in kinds]))
+    parts: dict[str, Any] = {}
+    for _, kind in kinds:
+        parts[_name_of(kind, kinds, parts)] = model_stats.block_parameters(kind)
     counts = [number for number, _ in kinds] + [1, 1]  # of the kinds of blocks, embedding and head
     parts["embedding"] = model_stats.embedding_parameters(shape)
     parts["head"] = model_stats.head_parameters(shape)
     lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
+    wide = max(11, *map(len, parts))
     for count, (name, part) in zip(counts, parts.items(), strict=True):
-        lines.append(f"  {name:11} {count:3} x {part:15,}")
+        lines.append(f"  {name:{wide}} {count:3} x {part:15,}")
     experts, active = shape.mlps
     if experts > 1:
         # The kinds of blocks with experts: their numbers of blocks, and models of them alone.
@@ -49,6 +53,21 @@ def model(question: Question) -> Answer:
         lines.append(f"  {name:14} {needed:22.4g} {executed:13.4g}")
     data = {"parameters": total, **parts, "bytes_18": 18 * total, "flops_per_step": flops}
     return Answer("\n".join(lines), data)
+
+
+def _name_of(kind: ModelShape, kinds: list[tuple[int, ModelShape]], earlier: dict[str, Any]) -> str:
+    """Return the name of a kind of blocks: the first is a block, a later one says what it has.
+
+    earlier: the names that were given.
+    """
+    if not earlier:
+        return "block"
+    has_dense = kind.experts == 1 < max(each.experts for _, each in kinds)
+    name = "dense block" if has_dense and kind.has_mlp(0) else "block"
+    if name not in earlier and kind.mixers_of(0) == kinds[0][1].mixers_of(0):
+        return name
+    parts = [*(("window",) if kind.window else kind.mixers_of(0)), *["MLP"] * kind.has_mlp(0)]
+    return f"{name} ({' + '.join(parts)})"
 
 
 def largest(question: Question) -> Answer:

@@ -108,6 +108,7 @@ def _lacks(model: ModelShape) -> str:
         "embedding_scaled": model.embedding_scaled,
         "embedding_multiplier": model.embedding_multiplier != 1,
         "residual_multiplier": model.residual_multiplier != 1,
+        "multipliers": model.multipliers != "none",
         "logit_divisor": model.logit_divisor != 1,
         "norm_plus_one": model.norm_plus_one,
         f"mixer {model.mixer}": model.mixer != "attention",
