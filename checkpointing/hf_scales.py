@@ -43,7 +43,7 @@ def folding(model: ModelShape, exported: ModelShape) -> Callable[[str, Tensor], 
         """Return our tensor `name` with the factors of scales that `exported` lacks."""
         if name.startswith("head.norm."):
             return _scaled(model, name, tensor, of_logits)
-        if _is_added(model, name):
+        if is_added(model, name):
             return _scaled(model, name, tensor, of_branches)
         if model.qk_norm != "none":
             of_norm = name.endswith(".attention.q_norm.weight")
@@ -55,8 +55,8 @@ def folding(model: ModelShape, exported: ModelShape) -> Callable[[str, Tensor], 
     return fold
 
 
-def _is_added(model: ModelShape, name: str) -> bool:
-    """Return whether a tensor is the last factor, or summand, of what a block's branch adds."""
+def is_added(model: ModelShape, name: str) -> bool:
+    """Return whether a tensor is the last factor, or summand, of what a branch of a block adds."""
     number = re.match(r"blocks\.(\d+)\.", name)
     if number is None:
         return False
