@@ -25,6 +25,9 @@ some a text is decoded and others are scored. Finally a run is saved in one layo
 others. A difference is reported with the first tensor, in the order in which tensors are computed,
 the operations before it, and explanations that fit its values.
 
+With --widths 64,128,256 or --depths 2,4,8 it compares no layouts: it says which tensors do not keep
+their size, and with --rates whether the best learning rate stays; check.py --widths --help.
+
 Under srun or mpirun, --cluster measures and tries the cluster itself and writes a page about it
 (docs/clusters.md). It takes none of these options; its own: check.py --cluster --help.
 
@@ -60,6 +63,7 @@ with errors.installed():
     from config.schema import Layout
     from distributed import local_ranks
     from distributed.placement import allowed_cores
+    from tools.checker import scaling
     from tools.checker.layouts import some, with_given
     from tools.checker.shrink import shrink, unsaid
     from tools.checker.variants import CheckPlan, plan_of
@@ -69,7 +73,7 @@ MOST_RANKS = 16
 # Layouts that tell where a difference comes from, and if there are two: those of one setting.
 ENOUGH = 12
 OWN: tuple[str, ...] = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
-OWN += ("--at-once", "--cuda", "--cluster")
+OWN += ("--at-once", "--cuda", "--cluster", *scaling.OPTIONS)
 OF_TRAIN = ("--layers",)
 # Options that do not go together, and why.
 APART = {
@@ -92,6 +96,8 @@ def main(arguments: list[str]) -> int:
         from tools.checker.cluster import main as check_cluster  # for the ranks of a launcher
 
         return check_cluster(arguments)
+    if scaling.is_asked(arguments):
+        return scaling.main(arguments, _request)
     given, train_arguments = _parser().parse_known_args(arguments)
     for word in train_arguments:  # what is nearly one of this program's options
         if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:

@@ -5,7 +5,8 @@
 Shapes at line ends: s sequence, b samples, h hidden, a heads of size d, g key/value heads,
 f MLP width, V vocabulary; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp.
 Weights are drawn as in GPT-2: from a normal distribution, whose standard deviation is smaller by
-sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream.
+sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream. With
+--mup, architecture/mup.py says how deviations and rates depend on the width and the depth.
 A ParamFactory makes the parameters, which are split over tp, and has the settings of all layers.
 Read parallel.py first; attention is in layers/attention.py and layers/latent_attention.py, the loss
 in layers/loss.py.
@@ -238,7 +239,8 @@ class Block(nn.Module):
         """Make block number `index` of the model. recompute: this block's value of --recompute."""
         super().__init__()
         name = f"blocks.{index}"
-        std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
+        # Of the output matrices of attention and MLP; with muP for depth as at the base.
+        std = factory.std / math.sqrt(2 * (model.mup_base_layers or model.layers))
         self.mixer_names = model.mixers_of(index)  # attention, the mixer in its place, or both
         if self.mixer_names:
             self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
@@ -376,7 +378,7 @@ class VocabEmbedding(nn.Module):
         self.group = factory.mesh.tp
         shape = (vocab, hidden)  # without the rows of padding
         self.weight = factory.parameter(
-            name, shape, std=factory.std, dim=0, padded=padded, decay=True, tied=tied
+            name, shape, std=factory.std, dim=0, padded=padded, decay=True, tied=tied, role="input"
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -410,7 +412,9 @@ class Embedding(nn.Module):
         if model.positions == "learned":
             name = "embedding.positions.weight"
             shape = (model.max_positions, h)
-            self.positions = factory.parameter(name, shape, std=factory.std, decay=True)
+            self.positions = factory.parameter(
+                name, shape, std=factory.std, decay=True, role="input"
+            )
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
         self.multiplier = model.embedding_multiplier
         self.scale: Tensor | None = None  # in the precision of the weights, as Gemma's
@@ -476,9 +480,16 @@ class Head(nn.Module):
             tied = model.tied
             shape = (model.vocab_size, model.hidden)
             name = TOKENS if tied else "head.weight"
-            std = factory.std
             self.weight = factory.parameter(
-                name, shape, std=std, dim=0, padded=padded, decay=True, tied=tied, copy=tied
+                name,
+                shape,
+                std=factory.std,
+                dim=0,
+                padded=padded,
+                decay=True,
+                tied=tied,
+                copy=tied,
+                role="input" if tied else "head",
             )
         self.spec = self.weight.spec
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
+from architecture.mup import NO_MUP, Mup, role_of
 from base.errors import UserError
 from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
@@ -99,7 +100,8 @@ class ParamSpec:
     which the gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each
     tensor rank's gradient is one term of a sum; then `tied` if another stage holds a copy of the
     tensor. copy: this tensor is that copy, which norms and checkpoints leave out. matrices: how the
-    tensor divides into the matrices that Muon updates; None: Muon leaves the tensor to AdamW.
+    tensor divides into the matrices that Muon updates; None: Muon leaves the tensor to AdamW. role:
+    what the tensor is for muP (architecture/mup.py).
     """
 
     name: str
@@ -111,6 +113,7 @@ class ParamSpec:
     reduce_over: tuple[str, ...] = ("replicas",)
     copy: bool = False
     matrices: Matrices | None = None
+    role: str = "vector"
 
     @property
     def tied(self) -> bool:
@@ -168,7 +171,8 @@ class ParamFactory:
     of most weights. deferred: the list of weight gradients that linear layers compute later, if the
     schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it with each
     block after drawing the block's parameters. compile: the value of --compile. loss_weight: for
-    terms that a layer adds to the loss (loss.with_loss). cp_mixer: the value of --cp-mixer.
+    terms that a layer adds to the loss (loss.with_loss). cp_mixer: the value of --cp-mixer. mup:
+    the factors of deviations and rates by role.
     """
 
     mesh: Mesh
@@ -182,6 +186,7 @@ class ParamFactory:
     compile: bool = False
     loss_weight: LossWeight = field(default_factory=LossWeight)
     cp_mixer: str = "states"
+    mup: Mup = NO_MUP
 
     def compile_for_training(self, function: Callable, dynamic: bool = False) -> Callable:
         """Return `function`, or with --compile a version that is compiled while gradients are on.
@@ -214,6 +219,7 @@ class ParamFactory:
         partial: bool = False,
         replicas: str = "replicas",
         matrices: Matrices | None = None,
+        role: str | None = None,
     ) -> nn.Parameter:
         """Return this rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
@@ -221,8 +227,9 @@ class ParamFactory:
         `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
         replicas: the name of the mesh's group that holds the same part. decay, tied, copy,
-        matrices: see ParamSpec. The result has its ParamSpec as the attribute `spec`. Raise
-        UserError if the ranks do not divide the dimension.
+        matrices: see ParamSpec. role: what it is for muP, which scales `std`; None: of a matrix
+        hidden, else vector. The result has its ParamSpec as the attribute `spec`. Raise UserError
+        if the ranks do not divide the dimension.
         """
         tp = self.mesh.tp
         start = 0
@@ -241,7 +248,9 @@ class ParamFactory:
             local_shape[dim] = rows
         dtype = exact_dtype(self.dtype)
         tensor = torch.full(local_shape, fill, dtype=dtype, device=self.device)
+        role = role or role_of(decay)
         if std:  # with std 0 no weights are drawn: they will be loaded
+            std *= self.mup.std(role)
             unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
             draw_normal(unpadded, name, shape, dim or 0, start, std, self.seed)
         reduce_over: tuple[str, ...] = (replicas,)  # the groups that sum the gradient
@@ -252,7 +261,7 @@ class ParamFactory:
             reduce_over += ("tied",)
         parameter = nn.Parameter(tensor)
         parameter.spec = ParamSpec(
-            name, shape, dim, start, stop, decay, reduce_over, copy, matrices
+            name, shape, dim, start, stop, decay, reduce_over, copy, matrices, role
         )
         return parameter
 
@@ -530,10 +539,11 @@ class ColumnLinear(nn.Module):
         dim: int,
         bias: bool,
         matrices: Matrices = Matrices(),
+        role: str = "hidden",
     ):
         """Make W, (*shape, inputs), split along `dim`, and b if `bias`; name: begins the names.
 
-        matrices: how W divides into matrices (Matrices); by default it is a single one.
+        matrices: how W divides into matrices (Matrices); by default it is a single one. role: of W.
         """
         super().__init__()
         self.factory = factory
@@ -544,6 +554,7 @@ class ColumnLinear(nn.Module):
             dim=dim,
             decay=True,
             matrices=matrices,
+            role=role,
         )
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 

@@ -47,6 +47,7 @@ with errors.installed("planning needs no other, `pip install numpy`"):
         flags,
         gap,
         growth,
+        ladder,
         layout_questions,
         layout_table,
         model_questions,
@@ -102,7 +103,7 @@ QUESTIONS = {
     "budget": Kind(
         budget.budget,
         "the largest model worth training on some GPU hours, its tokens, layout and cost",
-        (*GPUS, *PROGRAM, *BUDGET, "risk", *COSTS),
+        (*GPUS, *PROGRAM, *BUDGET, "risk", *COSTS, "write"),
         tries=True,
         example="llama-3-8b",
     ),
@@ -171,7 +172,7 @@ def ask(arguments: list[str]) -> Answer:
     """Return the answer to a command line; raise UserError for a mistake.
 
     Most questions are in QUESTIONS and take the options of train.py too. `compare` has two layouts,
-    so its words are parsed in `_compared`; `constants`, `gap` and `calibrate` have few flags.
+    so its words are parsed in `_compared`; `constants`, `gap`, `ladder` and `calibrate` have few.
     """
     if arguments[:1] == ["compare"] and not {"-h", "--help"} & set(arguments):
         return _compared(arguments[1:])
@@ -188,6 +189,8 @@ def ask(arguments: list[str]) -> Answer:
         if options.gpu:
             _machine(options.gpu)  # called only to print the machine's note for the user
         return gap.gap(options.run, options.gpu)
+    if name == "ladder":
+        return ladder.ladder(options.runs, options.for_run, options.law, options.write)
     if name == "calibrate":
         if not options.gpu:
             needs = "the machine of the runs, or the one most like it"
@@ -385,6 +388,11 @@ def parser(asked: str | None = None) -> ArgumentParser:
     own.add_argument(
         "--write", help="write a machine file, for --gpu FILE.toml", metavar="FILE.toml"
     )
+    own = command("ladder", "the loss of a large run, by those of small ones")
+    own.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs with one recipe")
+    own.add_argument("--for-run", help="run file of the large run", metavar="RUN.toml")
+    own.add_argument("--law", help=flags.FLAGS["law"].help, metavar="LAW")
+    own.add_argument("--write", help="write its curve for train.py --expect", metavar="FILE.json")
     own = command("gap", "where a run's time went, and which flags would make it faster")
     own.add_argument("run", metavar="RUN", help="folder of a run, ended or not")
     own.add_argument("--gpu", help="machine to compare with, default: by the run's device")

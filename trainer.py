@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import data
+from architecture.mup import mup_of
 from base.errors import UserError
 from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
@@ -137,7 +138,12 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     std = training.init_std
     sequence_parallel = layout.sequence_parallel
     factory = ParamFactory(mesh, dtype, device, training.seed, std, sequence_parallel, deferred)
-    factory = replace(factory, compile=config.run.compile, cp_mixer=layout.cp_mixer)
+    factory = replace(
+        factory,
+        compile=config.run.compile,
+        cp_mixer=layout.cp_mixer,
+        mup=mup_of(config.model),
+    )
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
 

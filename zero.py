@@ -164,7 +164,13 @@ class Optimizer:
     ) -> list[Bucket]:
         """Move parameters into buckets, with hooks that are told of each gradient; return them."""
         self.buckets = make_buckets(
-            parameters, self.mesh, self.training, zero, factory.dtype, self._least_bucket
+            parameters,
+            self.mesh,
+            self.training,
+            zero,
+            factory.dtype,
+            self._least_bucket,
+            factory.mup,
         )
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
@@ -494,15 +500,18 @@ class UpdateSet:
         for group in groups:
             group.first = len(self.masters)  # index of the group's first master in the rule's list
             self.masters += group.masters
-        self.rate = update_rules.rate_factor(training, key.family)
+        self.rate = update_rules.rate_factor(training, key.family) * key.rate
         buckets = [group for group in groups if isinstance(group, Bucket)]
         self.rule: Rule
         if key.family == "muon":
             from optim import muon  # no other optimizer needs this module
 
-            self.rule = muon.make_rule(training, self.masters, buckets, groups[0].mesh)
+            decay = training.weight_decay / key.rate  # muP keeps the rate of decay
+            self.rule = muon.make_rule(training, self.masters, buckets, groups[0].mesh, decay)
         else:
-            self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
+            self.rule = update_rules.make_rule(
+                training, key.family, self.masters, not key.no_decay, key.rate, key.eps
+            )
         if training.ema:
             self.rule = AveragedRule(self.rule, self.masters, training.ema)
         for group in groups:

@@ -5,6 +5,7 @@ block_attention  what attention does in a block; the patterns that say which blo
 block_kinds      numbers of models whose blocks differ, in experts, mixers or windows
 multipliers      factors of a block's results and projections
 mixer_stats      tensors, parameters and FLOPs of mixers in the place of attention
+mup              muP: deviations and learning rates by the role of a parameter, width and depth
 rotary_scaling   the forms of RoPE scaling and their numbers
 model_stats      parameters and FLOPs of a model
 tensors          names and shapes of the tensors of a model; how a changed model differs

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from architecture.block_attention import flags_of, pattern_of
 from architecture.multipliers import multipliers_of
+from architecture.mup import without_mup
 from architecture.odd_families import ODD, NoPositions, OddFamily
 from architecture.rotary_scaling import ROTARY_SCALING, rotary_scaling
 from architecture.shape import ModelShape
@@ -276,13 +277,28 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     return FAMILIES[nearest]
 
 
+def exported(model: ModelShape, name: str | None = None) -> ModelShape:
+    """Return the model that an export writes: itself, or without the options of muP.
+
+    name: as for family_of. The scales of muP are fields of few families. For others the weights
+    have them, and the fields are those of a model without muP.
+    """
+    if not (model.mup or model.mup_base_layers):
+        return model
+    with_fields = without_mup(model, keeps_scales=True)
+    candidates = FAMILIES.values() if name is None else [FAMILIES[name]]
+    if any(not family.obstacles(with_fields) for family in candidates):
+        return with_fields
+    return without_mup(model, keeps_scales=False)
+
+
 def export_note(model: ModelShape) -> str | None:
     """Return a warning that checkpoints of the model cannot be exported; None if they can.
 
     Called at the start of a run that saves checkpoints.
     """
     try:
-        family_of(model)
+        family_of(exported(model))
     except UserError as error:
         return f"checkpoints of this run cannot be exported: {error}"
     return None
@@ -323,6 +339,8 @@ def _plain_fields(model: ModelShape, family: Family) -> dict[str, Any]:
         translations = _values_of(ours, family).items()
         theirs = [their_value for their_value, value in translations if value == values[ours]]
         config[names[0]] = theirs[0] if theirs else values[ours]
+        if ours == "query_scalar" and values[ours] == int(values[ours]):
+            config[names[0]] = int(values[ours])  # Gemma's class takes no float
         if ours in _NULL_IS_ZERO and not values[ours]:
             config[names[0]] = None
     if family.counts_shared:

@@ -96,10 +96,12 @@ class ModelShape:
         1.0, "multiply the embedding's output by this, as Granite does", above=0.0, file_only=True
     )
     residual_multiplier: float = option(
-        1.0,
-        "multiply what attention and MLP add to the residual stream, as Granite does",
+        None,
+        "multiply what attention and MLP add to the residual stream, as Granite does; default: 1, "
+        "with --mup-base-layers base layers / layers",
         above=0.0,
         file_only=True,
+        example=0.5,
     )
     multipliers: str = option(
         "none",
@@ -109,7 +111,32 @@ class ModelShape:
         example="attention:0.5,mlp:2",
     )
     logit_divisor: float = option(
-        1.0, "divide the output logits by this, as Granite does", above=0.0, file_only=True
+        None,
+        "divide the output logits by this, as Granite does; default: 1, with --mup hidden / base",
+        above=0.0,
+        file_only=True,
+        example=2.0,
+    )
+    mup: int = option(
+        0,
+        "muP: hidden of the small model whose best learning rate, initial deviation and decay are "
+        "given; 0: no muP",
+        minimum=0,
+        example=16,
+    )
+    mup_base_layers: int = option(
+        0,
+        "muP for depth: blocks of the small model whose best learning rate is given; 0: none",
+        minimum=0,
+        example=2,
+    )
+    mup_base_head_size: int = option(
+        0,
+        "muP: head_size of the small model, if heads grow with hidden; 0: heads keep their size",
+        minimum=0,
+        needs=Needs(("mup",), above=0),
+        file_only=True,
+        example=8,
     )
     tied: bool = option(True, "the output head shares the embedding's weights")
     norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0, file_only=True)
@@ -412,20 +439,24 @@ class ModelShape:
         experts = {"bias": self.experts == 1, "experts_per_token": min(2, self.experts)}
         default = self.default_ffn()
         widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
+        size = self.head_size or head["head_size"]
         attention = {
-            "query_scalar": float(self.head_size or head["head_size"]),
+            "query_scalar": float(size**2 / (self.mup_base_head_size or size)),
             "window_rotary_base": self.rotary_base,
             "window_rotary_scaling": self.rotary_scaling,
         }
         value_heads = self.mixer_value_heads or self.heads
-        size = self.head_size or head["head_size"]
         mixer = {
             "mixer_value_heads": self.heads,
             "mixer_key_heads": value_heads,
             "mixer_key_size": size,
             "mixer_value_size": size,
         }
-        return head | widths | experts | attention | mixer | {"qkv_bias": bias}
+        mup = {
+            "logit_divisor": self.hidden / self.mup if self.mup else 1.0,
+            "residual_multiplier": (self.mup_base_layers or self.layers) / self.layers,
+        }
+        return head | widths | experts | attention | mixer | mup | {"qkv_bias": bias}
 
     @property
     def is_latent(self) -> bool:

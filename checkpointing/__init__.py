@@ -14,6 +14,7 @@ weights_only  checkpoints without optimizer state
 merge         the weighted mean of checkpoints
 hf_export     Hugging Face weights, out and in; rules that convert their tensors and ours
 hf_mixers     the tensors of mixers there: in which order their rows are
+hf_scales     scales of muP folded into weights, for families without fields for them
 hf_buffers    tensors of such folders that become no parameter, each compared with what it should be
 
 A run uses `Checkpointer` and `Progress`; checkpoint.py all but writer, save and load.

@@ -35,6 +35,7 @@ from architecture.tensors import canonical_shapes, check_shapes, compare
 from base.errors import UserError
 from checkpointing import file_format, hf_mixers, model_record
 from checkpointing.hf_buffers import check_buffers, is_buffer, largest_difference
+from checkpointing.hf_scales import folding
 from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
 from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
@@ -396,8 +397,11 @@ def export_weights(
     """
     record = model_record.read(source)
     with Index(source) as index, new_folder(target) as folder:
-        model = make_model(index.attributes("model"), index.path)
-        record = record or model_record.without_tokenizer(model.seq_length)
+        trained = make_model(index.attributes("model"), index.path)
+        record = record or model_record.without_tokenizer(trained.seq_length)
+        came = record.config.get("model_type")
+        model = families.exported(trained, family or (came if came in families.FAMILIES else None))
+        fold = folding(trained, model)
         if tokenizer:
             record = record.with_tokenizer(tokenizer)
         torch_dtype = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
@@ -418,7 +422,8 @@ def export_weights(
             if count > 1:
                 name = f"model-{number:05d}-of-{count:05d}.safetensors"
             path = os.path.join(folder, name)
-            _write_safetensors(path, group, index, torch_dtype, index.weights_kind(averaged))
+            kind = index.weights_kind(averaged)
+            _write_safetensors(path, group, index, torch_dtype, kind, fold)
             file_of |= {theirs: name for rule in group for theirs in rule.theirs}
         if count > 1:
             total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * torch_dtype.itemsize
@@ -449,16 +454,21 @@ def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> 
 
 
 def _write_safetensors(
-    path: str, group: list[Rule], index: Index, dtype: torch.dtype, kind: str
+    path: str,
+    group: list[Rule],
+    index: Index,
+    dtype: torch.dtype,
+    kind: str,
+    fold: Callable[[str, Tensor], Tensor],
 ) -> None:
     """Convert the tensors of a group of rules and write them, as `dtype`, to the file `path`.
 
-    All tensors of the group are in memory at the same time. Raise UserError if a value is beyond
-    the largest of its type.
+    All tensors of the group are in memory at the same time. fold: see hf_scales. Raise UserError if
+    a value is beyond the largest of its type.
     """
     tensors: dict[str, Tensor] = {}
     for rule in group:
-        ours = torch.from_numpy(index.read_whole(kind, rule.name))
+        ours = fold(rule.name, torch.from_numpy(index.read_whole(kind, rule.name)))
         their_type = torch.promote_types(dtype, torch.float32) if rule.exact else dtype
         ours = _cast(ours, their_type, rule.theirs[0] if rule.theirs else rule.name)
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):

@@ -12,6 +12,7 @@ from typing import Any
 
 from architecture.block_attention import flags_of
 from architecture.multipliers import OF_MIXER, multipliers_of
+from architecture.mup import check_mup
 from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
@@ -41,6 +42,7 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     parse_task_files(config.data.eval_tasks or ())
     _check_objective(config)
     check_sharding(layout, config.training)
+    check_mup(config.model, config.training.optimizer)
     _check_experts(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)
     _check_auto(layout)

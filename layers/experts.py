@@ -95,7 +95,7 @@ class Router(nn.Module):
         self.model = model
         shape = (model.experts, model.hidden)
         self.weight = factory.parameter(
-            f"{name}.weight", shape, std=factory.std, decay=True, partial=True
+            f"{name}.weight", shape, std=factory.std, decay=True, partial=True, role="readout"
         )
         self.logit_bias: nn.Parameter | None = None  # (E,), learned
         if model.router_bias:
@@ -289,7 +289,11 @@ class ExpertMLP(nn.Module):
         self.gate: nn.Parameter | None = None  # (1, h): gives a factor for the shared MLP's output
         if model.shared_gate:
             self.gate = factory.parameter(
-                f"{name}.shared_gate.weight", (1, model.hidden), std=factory.std, decay=True
+                f"{name}.shared_gate.weight",
+                (1, model.hidden),
+                std=factory.std,
+                decay=True,
+                role="readout",
             )
 
     def forward(self, x: Tensor, chosen_experts: list[Tensor]) -> Tensor:

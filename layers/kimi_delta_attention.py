@@ -38,10 +38,16 @@ class KimiDeltaAttention(DeltaMixer):
         shape = heads, self.channels + 1
         self.inputs = ColumnLinear(factory, f"{name}.in", h, shape, 0, False, members)
         members = Matrices(parts=(("decay", p), ("gate", r)))
-        self.low = WholeLinear(factory, f"{name}.low", h, p + r, members)
+        # A wider model has more heads of one size: `low` has as many rows, and the other two as
+        # many columns (the roles of muP).
+        self.low = WholeLinear(factory, f"{name}.low", h, p + r, members, "readout")
         of_heads = Matrices(heads=(0,))
-        self.decay = ColumnLinear(factory, f"{name}.decay", p, (heads, p), 0, False, of_heads)
-        self.gate = ColumnLinear(factory, f"{name}.gate", r, (heads, r), 0, False, of_heads)
+        self.decay = ColumnLinear(
+            factory, f"{name}.decay", p, (heads, p), 0, False, of_heads, "input"
+        )
+        self.gate = ColumnLinear(
+            factory, f"{name}.gate", r, (heads, r), 0, False, of_heads, "input"
+        )
         self.add_head_parameters(name, model, std, heads, (heads, p))
 
     def project(self, x: Tensor) -> Inputs:

@@ -55,13 +55,16 @@ class WholeLinear(nn.Module):
         inputs: int,
         outputs: int,
         matrices: Matrices,
+        role: str = "hidden",
     ):
-        """Make W; name: the beginning of its name. matrices: how W divides into matrices."""
+        """Make W; name: the beginning of its name. matrices: how W divides into matrices. role: of
+        W for muP.
+        """
         super().__init__()
         self.factory = factory
         shape = (outputs, inputs)
         self.weight = factory.parameter(
-            f"{name}.weight", shape, std=factory.std, decay=True, matrices=matrices
+            f"{name}.weight", shape, std=factory.std, decay=True, matrices=matrices, role=role
         )
 
     def forward(self, x: Tensor) -> Tensor:

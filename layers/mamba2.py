@@ -66,7 +66,9 @@ class Mamba2(RecurrentMixer):
         self.conv = conv_weight(factory, f"{name}.conv", (heads, r, self.taps))
         taps_std = factory.std and (3 * self.taps) ** -0.5
         shape = groups, 2 * p, self.taps
-        self.conv_keys = of_groups(f"{name}.conv_keys", shape, std=taps_std, decay=True)
+        self.conv_keys = of_groups(
+            f"{name}.conv_keys", shape, std=taps_std, decay=True, role="vector"
+        )
         self.conv_bias = self.conv_keys_bias = None
         if model.mixer_conv_bias:
             self.conv_bias = factory.parameter(f"{name}.conv_bias", (heads, r), dim=0)

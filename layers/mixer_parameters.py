@@ -14,7 +14,7 @@ def conv_weight(factory: ParamFactory, name: str, shape: tuple[int, ...]) -> nn.
     Their deviation is that of uniform numbers up to 1 / sqrt(taps), as torch draws them.
     """
     std = factory.std and (3 * shape[-1]) ** -0.5
-    return factory.parameter(name, shape, std=std, dim=0, decay=True)
+    return factory.parameter(name, shape, std=std, dim=0, decay=True, role="vector")
 
 
 def add_decays(

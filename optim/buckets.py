@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from architecture.mup import NO_MUP, Mup
 from config.buffer_sizes import BUCKET_ELEMENTS, bucket_elements
 from config.schema import Training
 from distributed.collectives import Handle
@@ -38,17 +39,23 @@ class Key(NamedTuple):
     """The properties that all parameters of a group share.
 
     reduce_over: the mesh's groups over which gradients are summed (ParamSpec). no_decay: whether
-    weight decay does not apply. family: the kind of update rule (update_rules.py).
+    weight decay does not apply. family: the kind of update rule (update_rules.py). rate, eps: the
+    factors of muP for the learning rate and for Adam's epsilon.
     """
 
     reduce_over: tuple[str, ...]
     no_decay: bool
     family: str
+    rate: float = 1.0
+    eps: float = 1.0
 
 
-def key_of(spec: ParamSpec, optimizer: str) -> Key:
+def key_of(spec: ParamSpec, training: Training, mup: Mup) -> Key:
     """Return the key of a parameter: parameters with equal keys are put into the same buckets."""
-    return Key(spec.reduce_over, not spec.decay, update_rules.family(optimizer, spec))
+    family = update_rules.family(training.optimizer, spec)
+    rate = mup.rate(spec.role, training.muon_scale if family == "muon" else "adam")
+    eps = mup.eps(spec.role, spec.name.startswith("blocks."))
+    return Key(spec.reduce_over, not spec.decay, family, rate, eps)
 
 
 @dataclass(frozen=True)
@@ -377,20 +384,21 @@ def make_buckets(
     zero: int,
     dtype: torch.dtype,
     least: int | None = None,
+    mup: Mup = NO_MUP,
 ) -> list[Bucket]:
     """Move parameters into buckets, whose parameters have the same key; return the buckets.
 
     The buckets are in the order in which the backward pass fills them. Each bucket adopts its
     parameters before the next is made, so that memory never holds all drawn parameters and all
     buffers. dtype: compute precision. least: as for bucket_elements. All whole matrices of a key
-    are in one bucket, because more matrices balance the sections better. UserError if tp cuts a
-    matrix in a block of 8-bit state.
+    are in one bucket, because more matrices balance the sections better. mup: the factors of rates.
+    UserError if tp cuts a matrix in a block of 8-bit state.
     """
     parameters_of: dict[Key, list[list[nn.Parameter]]] = {}  # by key, a list for each bucket
     held = sum(p.numel() for p in parameters)
     largest = bucket_elements(held, BUCKET_ELEMENTS, least)  # of a bucket
     for p in reversed(parameters):
-        key = key_of(p.spec, training.optimizer)
+        key = key_of(p.spec, training, mup)
         if key.family == "blocks":
             adam8bit.check_blocks(p)
         buckets_of_key = parameters_of.setdefault(key, [[]])

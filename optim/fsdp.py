@@ -294,7 +294,7 @@ def shard_fully(
     parameters_of: dict[Key, list[nn.Parameter]] = {}
     for p in stage.parameters():
         if isinstance(p, DTensor):
-            key = key_of(p.spec, training.optimizer)
+            key = key_of(p.spec, training, factory.mup)
             parameters_of.setdefault(key, []).append(p)
     groups = sorted(parameters_of.items())
     return [FullyShardedGroup(key, parameters, factory.mesh) for key, parameters in groups]

@@ -85,7 +85,11 @@ class FlatBucket(Protocol):
 
 
 def make_rule(
-    training: Training, masters: list[Tensor], buckets: Sequence[FlatBucket], mesh: Mesh
+    training: Training,
+    masters: list[Tensor],
+    buckets: Sequence[FlatBucket],
+    mesh: Mesh,
+    weight_decay: float,
 ) -> "Muon":
     """Return the rule of an update set. masters: a flat tensor for each of its buckets."""
     of_experts = buckets[0].places[0][0].spec.is_expert
@@ -97,7 +101,7 @@ def make_rule(
         placed = [Placed(p.spec, tuple(p.shape), offset) for p, offset in bucket.places]
         sections.append(Section(placed, bucket.section, bucket.sharded))
     owners = MatrixOwners(sections, group, tensor_ranks, training.muon_qkv, operations)
-    return Muon(masters, training, training.weight_decay, owners)
+    return Muon(masters, training, weight_decay, owners)
 
 
 class Muon:

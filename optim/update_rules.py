@@ -82,15 +82,23 @@ def rate_factor(training: Training, group: str) -> float:
     return training.muon_adamw_lr / training.lr
 
 
-def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> "UpdateRule":
+def make_rule(
+    training: Training,
+    group: str,
+    masters: list[Tensor],
+    decay: bool,
+    rate_factor: float = 1.0,
+    eps_factor: float = 1.0,
+) -> "UpdateRule":
     """Return the rule of --optimizer for master tensors of the family `group`, but Muon's.
 
     Called once for each update set (zero.py). decay: whether weight decay applies to these tensors.
-    Raise UserError if the optimizer's package is not installed.
+    rate_factor, eps_factor: those of muP; the decay is divided by the first, so that weights decay
+    at one rate whatever the width is. Raise UserError if the optimizer's package is not installed.
     """
-    weight_decay = training.weight_decay if decay else 0.0
+    weight_decay = training.weight_decay / rate_factor if decay else 0.0
     betas = (training.adam_beta1, training.adam_beta2)
-    eps = training.adam_eps
+    eps = training.adam_eps * eps_factor
     if training.optimizer == "adamw8bit" and group == "blocks":
         from optim.adam8bit import Adam8bit  # imported here: no other optimizer needs this module
 

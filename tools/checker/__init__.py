@@ -17,6 +17,13 @@ drawn     runs drawn at random, for --random
 engine    runs layouts in worlds of ranks, and compares each with one rank
 report    the lines that check.py prints
 
+The scales of a model, check.py --widths and --depths:
+
+sizes        the user's model at several widths and depths
+coordinates  the size of each tensor, activation and update, and how it grows with the model
+transfer     the best learning rate at each size
+scaling      options, tables, pictures and verdicts of the two
+
 A cluster's first day, check.py --cluster:
 
 cluster           agents on every rank of a launch, which run one part after the other

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from architecture.block_attention import flags_of
+from architecture.mup import SCALES
 from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ModelShape
 from base.options import as_typed
@@ -152,6 +153,7 @@ def _model(model: ModelShape) -> ModelShape:
     sizes["ffn_hidden"] = 36
     if model.query_scalar == model.head_size:
         sizes["query_scalar"] = float(sizes["head_size"])
+    sizes |= _mup(model, hidden, layers)
     has_more = model.max_positions > model.seq_length
     sizes["max_positions"] = length + (6 if has_more else 0)
     if 0 < model.window < model.seq_length:
@@ -166,6 +168,21 @@ def _model(model: ModelShape) -> ModelShape:
         sizes[name] = _scaling(text, width, model.seq_length, length)
     sizes.setdefault("window_rotary_scaling", sizes["rotary_scaling"])
     return dataclasses.replace(model, **sizes)
+
+
+def _mup(model: ModelShape, hidden: int, layers: int) -> dict[str, Any]:
+    """Return the base of the small model, a third as wide and half as deep; {} without muP."""
+    sizes: dict[str, Any] = {}
+    if model.mup:
+        sizes |= {"mup": max(1, hidden // 3)}
+    if model.mup_base_layers:
+        sizes |= {"mup_base_layers": max(1, layers // 2)}
+    if model.mup_base_head_size:
+        sizes |= {"mup_base_head_size": 2}
+    if sizes:  # scales that follow from the base follow from the small one
+        by_mup = model.derived()
+        sizes |= {name: None for name in SCALES if getattr(model, name) == by_mup[name]}
+    return sizes
 
 
 def _scaling(text: str, width: int, was: int, length: int) -> str:

@@ -7,7 +7,8 @@ engines         what other training programs do otherwise than Trine: facts in e
                 terms in place of Trine's; expert_engines: those of models with experts
 program         another training program: facts, options, command; programs (--for) has those of
                 megatron_words and torchtitan_words
-scaling_laws    tokens and loss of a model by Chinchilla's law and a newer one
+scaling_laws    tokens and loss of a model by Chinchilla's law and a newer one; batch and rate
+recipe          the run file of a budget with muP, and the small runs before it; ladder: their fit
 model_sizes     the largest model, and the fewest nodes
 growth          a ramp-up of the batch in stages of nodes: the fastest layout of each
 gap             where a run's time went, which flags win it back

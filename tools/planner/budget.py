@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 
 from architecture import model_stats
 from architecture.shape import ModelShape
+from base import paths
 from base.errors import UserError
-from tools.planner import cost, layouts, model_sizes
+from tools.planner import cost, layouts, model_sizes, recipe
 from tools.planner.layout_table import notes, ranked_lines
 from tools.planner.questions import BILLION, Answer, Question
-from tools.planner.scaling_laws import LAWS, Law
+from tools.planner.scaling_laws import BATCH_LAWS, LAWS, Law
 from tools.report.text_table import columns
 
 DAY = 86400.0
@@ -25,8 +26,6 @@ START_MFU = 0.4  # with which the search for the size begins
 TRIES = 6  # sizes that are tried at most
 CLOSE = 0.015  # the search ends when a size changes by less than this
 SHARES = {"half": 0.5, "the budget": 1.0, "twice": 2.0}  # budgets of the table
-# The batch in tokens for so many FLOPs, arXiv 2401.02954, section 3.1: 0.2920 C^0.3271.
-BATCH, BATCH_POWER = 0.2920, 0.3271
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,11 @@ def budget(question: Question) -> Answer:
             lines.append(f"note: {law.name} has runs up to {most}: beyond them it is uncertain")
     lines += [*ranked_lines([best.line], best.question), *notes([best.line])]
     lines.append(f"its layouts: python plan.py layouts {_flags_of_shape(best)} --gpus {gpus}")
+    written = recipe.make(best) if options.write else None
+    if written is not None:
+        paths.write_file(options.write, written.toml())
+        lines += [f"wrote {options.write}:", *(f"  {line}" for line in written.lines())]
+        lines += [f"  {line}" for line in written.commands(options.write)]
     data = {
         "gpus": gpus,
         "machine": question.machine.name,
@@ -192,7 +196,7 @@ def _with_shape(question: Question, shape: ModelShape, flops: float) -> Question
     options = Namespace(**vars(question.options) | {"question": "layouts", "top": 1})
     given = question.given
     if question.has_default_batch:
-        samples = BATCH * flops**BATCH_POWER / shape.seq_length
+        samples = BATCH_LAWS[0].tokens(flops / 6, 1.0) / shape.seq_length
         samples = max(question.gpus, 2 ** max(3, round(math.log2(samples))))
         training = replace(training, global_batch_size=2 ** math.ceil(math.log2(samples)))
         given = {*given, "global_batch_size"}

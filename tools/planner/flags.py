@@ -91,6 +91,7 @@ FLAGS = {
     "law": Flag("scaling law: chinchilla (the default) or gemstones", str, "LAW"),
     "tokens_per_parameter": Flag("training tokens, in place of the law's", float, "N", 1e6),
     "size": Flag("parameters of the model, such as 180B", size, "N", 1e15),
+    "write": Flag("write the run as a run file, with a ladder of small runs", str, "RUN.toml"),
     "risk": Flag(f"accepted risk of running out of memory (default {risk.DEFAULT})", float),
     "nodes_by_batch": Flag(
         "segments of the run: the number of nodes from each batch size on",

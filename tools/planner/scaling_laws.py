@@ -1,8 +1,10 @@
-"""Scaling laws: how many tokens a dense model of some parameters is best trained on.
+"""Scaling laws: the best tokens, batch and rate of a dense model, and its loss.
 
     law = LAWS["chinchilla"]
     law.tokens(7e9)                      # tokens for which 7B parameters are the best
     law.loss(7e9, 140e9, layers=32)      # nats a token, on the data of the law's own runs
+    BATCH_LAWS[0].tokens(7e9, 140e9)     # of a step
+    RATE_LAW.rate(7e9, 140e9)            # of AdamW
 
 A law says which loss N parameters reach with D tokens: E + A / N^alpha + B / D^beta, and perhaps
 C / layers^gamma. Of all N and D with the same FLOPs, about 6 N D, the loss is the lowest where
@@ -75,3 +77,48 @@ LAWS = {
         ),
     )
 }
+
+
+class BatchLaw(NamedTuple):
+    """A law of the tokens in a step: factor x (of)^power.
+
+    of: what it goes by: FLOPs (6 N D), tokens D, or the loss at the end.
+    """
+
+    name: str
+    of: str
+    factor: float
+    power: float
+
+    def tokens(self, parameters: float, tokens: float, loss: float = 1.0) -> float:
+        """Return the tokens of a step of a run with so many parameters and tokens, and this loss.
+
+        loss: in nats a token, for a law that goes by it.
+        """
+        by = {"FLOPs": 6.0 * parameters * tokens, "tokens": tokens, "loss": loss}[self.of]
+        return float(self.factor * by**self.power)
+
+
+# The first is the one that `plan.py budget` takes. The second is of the best batch too; the third
+# is the critical batch, beyond which more samples in a step save few steps.
+BATCH_LAWS = (
+    BatchLaw("arXiv 2401.02954", "FLOPs", 0.2920, 0.3271),
+    BatchLaw("arXiv 2503.04715", "tokens", 0.58, 0.571),
+    BatchLaw("critical by arXiv 2001.08361", "loss", 2e8, -1 / 0.21),
+)
+
+
+class RateLaw(NamedTuple):
+    """A law of AdamW's best peak rate: factor x N^size x D^data, N without the embeddings."""
+
+    source: str
+    factor: float
+    size: float
+    data: float
+
+    def rate(self, parameters: float, tokens: float) -> float:
+        """Return the rate for so many parameters, without embeddings, and tokens."""
+        return float(self.factor * parameters**self.size * tokens**self.data)
+
+
+RATE_LAW = RateLaw("arXiv 2503.04715", 1.79, -0.713, 0.307)
