@@ -1,18 +1,19 @@
 """Plants faults into copies of the code, and asks check.py, called as a user calls it.
 
     python benchmarks/faults/check_faults.py --keep RESULTS.jsonl [--minutes 60] [--only WORD]
-        [--rule lion | --optimizer muon]
+        [--public | --rule lion | --optimizer muon]
 
 check_faults.toml has the faults: searches and replacements in one file, the options of a run that
 uses the faulty code, and what check.py must print. A fault is found if check.py ends with status 1.
 Its tensor is named if the line of the first tensor matches, and its operation if the lines of the
 operations between that tensor and the last equal one, or of the likely cause, match.
 
-With --rule the copies have an update rule of check_rules.toml too, with --optimizer every run has
-that one; such results are for the screen, and write no results file.
+With --public the faults are those of public/faults.toml: errors of other programs that public
+threads describe, planted by their kind. With --rule the copies have an update rule of
+check_rules.toml too, with --optimizer every run has that one; such results are for the screen.
 
-Results are kept in RESULTS.jsonl, so that the list can be run in parts. Each part writes
-results/check.md.
+Results are kept in RESULTS.jsonl, so that the list can be run in parts. Each part writes a results
+file, check.md or with --public public_errors.md, unless --only, --rule or --optimizer is given.
 """
 
 import re
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,9 @@ from benchmarks.results_file import add_options, from_options, machine
 
 FAULTS = Path(__file__).with_suffix(".toml")
 RULES = FAULTS.with_name("check_rules.toml")
+PUBLIC = FAULTS.parent / "public" / "faults.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "check.md"
+PUBLIC_RESULTS = RESULTS.with_name("public_errors.md")
 NEEDLESS = ("tests/", "benchmarks/", "docs/", "scripts/", ".")  # what a run does not read
 ABOUT = """Sixty faults were written before the program that is measured, from the code that they
 change, by the author of both. Twenty are by somebody who does not know check.py, as a change of
@@ -77,6 +81,15 @@ LIMIT = 900.0  # seconds of a call
 EDIT = ("find", "replace")
 
 
+def faults_of(lists: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the faults of the last of these lists, and the runs that any of them names."""
+    runs: dict[str, str] = {}
+    for path in lists:
+        table = tomllib.loads(path.read_text())
+        runs |= table["runs"]
+    return table["fault"], runs
+
+
 def copy_of_code(folder: Path) -> None:
     """Copy what git has of the code, with changes that are not committed."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -87,12 +100,17 @@ def copy_of_code(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
+def edits(fault: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the pairs (find, replace) of a fault."""
+    texts = [fault[key] if isinstance(fault[key], list) else [fault[key]] for key in EDIT]
+    return list(zip(*texts, strict=True))
+
+
 def plant(fault: dict[str, Any], folder: Path) -> None:
     """Replace the fault's texts in a copy; UserError unless each is there once."""
     path = folder / fault["file"]
     text = path.read_text()
-    texts = [fault[key] if isinstance(fault[key], list) else [fault[key]] for key in EDIT]
-    for find, replace in zip(*texts, strict=True):
+    for find, replace in edits(fault):
         if text.count(find) != 1:
             raise UserError(
                 f"{fault['name']}: {fault['file']} has its text {text.count(find)} times"
@@ -185,27 +203,59 @@ def report(faults: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def line_of_find(said: dict[str, str]) -> str:
+    """Return the line of a verdict that names a fault, shortened to a cell of a table."""
+    line = said["first"] or said["error"] or said["hangs"] or said["refused"]
+    return " ".join(line.split())
+
+
+def public_report(faults: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """Return the text of the results file of public errors."""
+    row_of = {row["name"]: row for row in rows}
+    done = [fault for fault in faults if fault["name"] in row_of]
+    results = [judged(fault, row_of[fault["name"]]) for fault in done]
+    found, named, operations = (sum(result[n] for result in results) for n in range(3))
+    lines = ["# Public errors of other programs, planted by kind", ""]
+    lines += ["    python benchmarks/faults/check_faults.py --public --keep RESULTS.jsonl", ""]
+    lines += [f"Of {len(done)} planted errors {found} are found by one call, with {named} tensors"]
+    lines += [f"and {operations} operations named as written before the first call.", ""]
+    lines += [f"{machine()}, which other programs used too.", ""]
+    lines += ["| thread | what was wrong there | check.py | found | the first line | likely | s |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --: |"]
+    for fault, (is_found, is_named, _) in zip(done, results, strict=True):
+        row = row_of[fault["name"]]
+        part = f" (here: {fault['part']})" if "part" in fault else ""
+        call = f"{fault['run']} {fault.get('options', '')}".strip()
+        mark = "yes" if is_named else ("yes, other tensor" if is_found else "**no**")
+        cells = [fault["thread"], fault["kind"] + part, f"`{call}`", mark]
+        cells += [line_of_find(row["said"]), row["said"]["likely"], f"{row['seconds']:.0f}"]
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     """Ask about the faults that are missing in the file of results."""
     parser = Parser("check_faults.py", description=(__doc__ or "").splitlines()[0])
     add_options(parser)
     parser.add_argument("--only", default="", help="faults whose name has this word")
+    parser.add_argument("--public", action="store_true", help="the errors of public/faults.toml")
     parser.add_argument("--at-once", type=int, default=1, help="calls at a time")
     parser.add_argument("--rule", default="", choices=["", *tomllib.loads(RULES.read_text())])
     parser.add_argument("--optimizer", default="", help="of every run")
     given = parser.parse_args()
     keep = from_options(given)
-    table = tomllib.loads(FAULTS.read_text())
+    faults, runs = faults_of([FAULTS, PUBLIC] if given.public else [FAULTS])
     known = {row["name"] for row in keep.rows()}
-    left = [f for f in table["fault"] if f["name"] not in known and given.only in f["name"]]
+    left = [f for f in faults if f["name"] not in known and given.only in f["name"]]
     if given.optimizer:
         more = f" --optimizer {given.optimizer}"
         left = [f | {"options": f.get("options", "") + more} for f in left]
-    keep.run(partial(asked, table["runs"], rule=given.rule), left, given.at_once)
-    if given.rule or given.optimizer:
+    keep.run(partial(asked, runs, rule=given.rule), left, given.at_once)
+    if given.rule or given.optimizer or given.only:
         return
-    RESULTS.write_text(report(table["fault"], keep.rows()))
-    print(f"written: {RESULTS.relative_to(ROOT)}")
+    results, text = (PUBLIC_RESULTS, public_report) if given.public else (RESULTS, report)
+    results.write_text(text(faults, keep.rows()))
+    print(f"written: {results.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
