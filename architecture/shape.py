@@ -346,7 +346,7 @@ class ModelShape:
     )
     qk_rope_head_dim: int = option(
         0,
-        "columns of a head's query, and of the key that all heads share, with RoPE",
+        "columns with RoPE: of each head's query, and of one key that all heads share",
         minimum=0,
         file_only=True,
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 from architecture import model_stats
 from architecture.shape import ModelShape
+from base.console import as_typed
 from base.errors import UserError
 from tools.planner import cost, layouts, model_sizes
 from tools.planner.layout_table import notes, ranked_lines
@@ -86,7 +87,8 @@ def budget(question: Question) -> Answer:
             most = f"{law.most / BILLION:.0f} B parameters"
             lines.append(f"note: {law.name} has runs up to {most}: beyond them it is uncertain")
     lines += [*ranked_lines([best.line], best.question), *notes([best.line])]
-    lines.append(f"its layouts: python plan.py layouts {_flags_of_shape(best)} --gpus {gpus}")
+    command = as_typed(f"python plan.py layouts {_flags_of_shape(best)} --gpus {gpus}")
+    lines.append(f"its layouts: {command}")
     data = {
         "gpus": gpus,
         "machine": question.machine.name,

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from base.console import as_typed
 from base.errors import UserError
 from config.command_line import to_words
 from config.mesh_axes import coordinates, rows_along
@@ -497,7 +498,8 @@ def _table(data: dict[str, Any]) -> str:
     text.append(f"the named causes are {data['closure']:.1%} of the step")
     if data["unknown"] is not None:
         text.append(f"note: {data['unknown']}")
-    text.append(f"other layouts: python plan.py layouts --config {shlex.quote(data['run'])}")
+    command = as_typed(f"python plan.py layouts --config {shlex.quote(data['run'])}")
+    text.append(f"other layouts: {command}")
     return "\n".join(text)
 
 
