@@ -178,7 +178,7 @@ class ModelShape:
     )
     query_scalar: float = option(
         None,
-        "attention's scores are divided by its root, default: head_size; head_size squared: muP",
+        "attention divides scores by the square root of this; default: head_size; muP: its square",
         above=0.0,
         file_only=True,
     )

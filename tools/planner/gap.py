@@ -115,7 +115,7 @@ def read_rows(run: str, ranks: int) -> list[MeasuredStep]:
         try:
             row = _row(values)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"has not the numbers of a measured step: {error}"
+            reason = f"is no row of a measured step: {error}"
             raise UserError(f"{file}, line {number} {reason}") from None
         if len(row.nodes) != ranks:
             has = f"has times of {len(row.nodes)} ranks, but the run has {ranks}"
