@@ -222,7 +222,7 @@ class ModelShape:
     )
     query_scalar: float = option(
         None,
-        "attention's scores are divided by its root, default: head_size; head_size squared: muP",
+        "attention divides scores by the square root of this; default: head_size; muP: its square",
         above=0.0,
         file_only=True,
     )
@@ -411,7 +411,7 @@ class ModelShape:
     )
     qk_rope_head_dim: int = option(
         0,
-        "columns of a head's query, and of the key that all heads share, with RoPE",
+        "columns with RoPE: of each head's query, and of one key that all heads share",
         minimum=0,
         file_only=True,
     )

@@ -9,6 +9,7 @@ import re
 import sys
 from typing import Any, NoReturn
 
+from base.console import as_typed
 from base.errors import UserError, nearest
 
 VERSION = "0.3.0"  # the same as in pyproject.toml
@@ -47,6 +48,14 @@ class Parser(argparse.ArgumentParser):
         head, _, rest = text.partition("\n\n")
         form = argparse.RawDescriptionHelpFormatter
         return cls(description=head, epilog=rest, formatter_class=form, allow_abbrev=False)
+
+    def format_help(self) -> str:
+        """Return the help text, with the names of commands that the reader can type."""
+        return as_typed(super().format_help())
+
+    def format_usage(self) -> str:
+        """Return the line of the usage, with the name of the command that the reader can type."""
+        return as_typed(super().format_usage())
 
     def add_gpus(self, text: str, default: int | None = None) -> None:
         """Add --gpus, the number of ranks, and its spellings --ranks and --world, both hidden.

@@ -29,6 +29,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from base.console import as_typed
+
 # Numbers of the errors of writing to a file on a full disk, or to a pipe that no process reads.
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 # Those of a file that only a full or read-only disk keeps from being written.
@@ -262,7 +264,7 @@ def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoRe
     message is printed.
     """
     if prints:
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {as_typed(printable(str(error)))}", file=sys.stderr, flush=True)
         leave_end(error.status, str(error))
     else:
         time.sleep(delay)

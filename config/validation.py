@@ -134,7 +134,7 @@ def _check_attention(model: ModelShape) -> None:
     window_blocks = flags_of(model.window_blocks, model.layers)
     rotary_blocks = flags_of(model.rotary_blocks, model.layers)
     if model.window and not any(window_blocks):
-        raise UserError(f"window({model.window}) is of no block: window_blocks is none")
+        raise UserError(f"window({model.window}) needs blocks that have it: window_blocks is none")
     if model.norm_plus_one and model.norm != "rmsnorm":
         raise UserError(f"norm_plus_one needs --norm rmsnorm, not {model.norm}")
     scalings = [rotary_scaling(model.rotary_scaling), rotary_scaling(model.window_rotary_scaling)]
@@ -172,7 +172,7 @@ def _check_mixer(model: ModelShape) -> None:
     if model.mixer == "attention":
         return
     if not any(flags_of(model.mixer_blocks, model.layers)):
-        raise UserError(f"mixer({model.mixer}) is of no block: mixer_blocks is none")
+        raise UserError(f"mixer({model.mixer}) needs blocks that have it: mixer_blocks is none")
     if model.mixer_pre_norm and model.block != "post-norm":
         raise UserError(
             f"mixer_pre_norm is for --block post-norm, but --block is {model.block}: leave it out"

@@ -295,13 +295,16 @@ def uneven(job: Job) -> Column:
     LOAD_SPREAD: the more experts a rank has, the less their sum varies. It is 1 without --ep,
     because then each rank has all experts.
     """
-    return busiest(job.model.experts, job.ep)
+    return busiest_load(job.model.experts, job.ep)
 
 
-def busiest(experts: int, parts: Column) -> Column:
-    """Return the rows of the busiest of `parts` equal parts of the experts, over their mean."""
-    experts_of_part = experts / np.maximum(1, parts)
-    return 1.0 + LOAD_SPREAD / np.sqrt(experts_of_part) * largest_of(parts)
+def busiest_load(experts: int, parts: Column) -> Column:
+    """Return the rows that the experts of the busiest part get, over the mean part's.
+
+    parts: ranks or nodes, among which the experts are divided evenly.
+    """
+    experts_per_part = experts / np.maximum(1, parts)
+    return 1.0 + LOAD_SPREAD / np.sqrt(experts_per_part) * largest_of(parts)
 
 
 def largest_of(count: Column) -> Column:
@@ -361,7 +364,7 @@ def dispatched_once(job: Job, rows: Column) -> Column:
     of its experts too.
     """
     machine, nodes = job.machine, job.nodes_with_one_copy
-    copies = job.copies_of_token * busiest(job.model.experts, nodes)
+    copies = job.copies_of_token * busiest_load(job.model.experts, nodes)
     beside = BESIDE * job.model.experts_per_token * job.tokens
     of_token = 2 * job.activation_bytes + beside
     # An all-to-all sends (nodes - 1) / nodes of what its ranks have to other nodes: of all copies.

@@ -98,7 +98,9 @@ def make_rule(
     """
     weight_decay = training.weight_decay / rate_factor if decay else 0.0
     betas = (training.adam_beta1, training.adam_beta2)
-    eps = training.adam_eps * eps_factor
+    # Adam of a weight whose gradients have all been 0 is 0 / (0 + eps): a row of the vocabulary's
+    # padding, a token or an expert that no sample had. It does not move with --adam-eps 0 either.
+    eps = training.adam_eps * eps_factor or torch.finfo(torch.float32).tiny
     if training.optimizer == "adamw8bit" and group == "blocks":
         from optim.adam8bit import Adam8bit  # imported here: no other optimizer needs this module
 

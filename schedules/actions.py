@@ -127,7 +127,7 @@ class Numbered(PipelineGraph):
         return kind in self.kinds
 
     @property
-    def of_kind(self) -> int:
+    def actions_per_kind(self) -> int:
         """The number of actions of one kind, one for each stage and micro-batch.
 
         The numbers of a kind's actions begin at this number times the kind's place in `kinds`.
@@ -138,9 +138,9 @@ class Numbered(PipelineGraph):
         """Return the action that a number stands for.
 
         Numbers go by kind, then by micro-batch, then by stage: the stages of micro-batch 0 come
-        first, and `of_kind` is the number of actions of a kind.
+        first, and `actions_per_kind` is the number of actions of a kind.
         """
-        kind, number_in_kind = divmod(number, self.of_kind)  # kind: an index in `kinds`
+        kind, number_in_kind = divmod(number, self.actions_per_kind)  # kind: an index in `kinds`
         micro_batch, stage = divmod(number_in_kind, self.stages)
         return Action(self.kinds[kind], stage, micro_batch)
 
@@ -161,7 +161,7 @@ class Numbered(PipelineGraph):
         F, and 7 -1 9 -1 11 -1 for B.
         """
         # For each kind, the number of its first action: micro-batch 0 on stage 0.
-        first = {kind: place * self.of_kind for place, kind in enumerate(self.kinds)}
+        first = {kind: place * self.actions_per_kind for place, kind in enumerate(self.kinds)}
         awaited: list[int] = []
         for kind in self.kinds:
             sources = []  # the entries of micro-batch 0: a number for each stage
@@ -200,7 +200,7 @@ class Numbered(PipelineGraph):
         releasing_kind = self.kinds.find("W" if self.split else "B")
         found = []
         for numbers in self.ranks:
-            kinds, numbers_in_kind = np.divmod(numbers, self.of_kind)
+            kinds, numbers_in_kind = np.divmod(numbers, self.actions_per_kind)
             signs = 1 * (kinds == 0) - (kinds == releasing_kind)
             found.append((signs, numbers_in_kind % self.stages))
         return found

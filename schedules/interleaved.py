@@ -6,9 +6,9 @@
 
 A rank holds several stages, `ranks` apart, and takes a group of micro-batches through all of them
 (arXiv 2104.04473). Its forward passes are numbered in its order: group by group, in a group stage
-by stage, in a stage by micro-batch; its backward passes too, with the last stage first. The place
-of a stage is its number among the stages of its rank. The n-th passes of all ranks are of the same
-micro-batch and the same place, and wait for one another in the order of ranks.
+by stage, in a stage by micro-batch; its backward passes too, with the last stage first. The model
+chunk of a stage is its number among the stages of its rank. The n-th passes of all ranks are of the
+same micro-batch and the same chunk, and wait for one another in the order of ranks.
 """
 
 from collections.abc import Sequence
@@ -56,23 +56,23 @@ class Interleaved:
         return np.array([end - begin for begin, end in self.groups])
 
     @cached_property
-    def _places(self) -> np.ndarray:
-        """The place of each forward pass of a rank, in order: (passes,).
+    def _chunks(self) -> np.ndarray:
+        """The model chunk of each forward pass of a rank, in order: (passes,).
 
-        The backward pass with the same number has the place `virtual` - 1 less this one.
+        The backward pass with the same number is of the chunk `virtual` - 1 less this one.
         """
-        places = np.tile(np.arange(self.virtual), len(self.groups))
-        return np.repeat(places, np.repeat(self._group_sizes, self.virtual))
+        chunks = np.tile(np.arange(self.virtual), len(self.groups))
+        return np.repeat(chunks, np.repeat(self._group_sizes, self.virtual))
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return the largest size of activations that each rank holds at once.
 
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
-        of_places = np.reshape(sizes, (self.virtual, self.ranks))
+        by_chunk = np.reshape(sizes, (self.virtual, self.ranks))
         # What the first passes of each rank add and free together: (passes, ranks).
-        added = np.cumsum(of_places[self._places], axis=0)
-        freed = np.cumsum(of_places[self.virtual - 1 - self._places], axis=0)
+        added = np.cumsum(by_chunk[self._chunks], axis=0)
+        freed = np.cumsum(by_chunk[self.virtual - 1 - self._chunks], axis=0)
         most = []
         for rank in range(self.ranks):
             # A rank holds the most after one of its forward passes: after the last of those ahead,
@@ -95,9 +95,9 @@ class Interleaved:
         In step t = 0, 1, ... rank r does its forward pass t - r. Its backward pass n comes after
         the forward pass n + `ahead`, which is in step n + first - r. So every pass waits for one of
         an earlier step. That also holds where the stages go from the last rank to the first one:
-        there a pass waits for the pass of the place before, which is a group earlier.
+        there a pass waits for the pass of the chunk before, which is a group earlier.
         """
-        passes, last = len(self._places), self.ranks - 1
+        passes, last = len(self._chunks), self.ranks - 1
         first = 2 * last + (self.virtual - 1) * self.groups[0][1]
         steps = first + passes
         ranks = np.arange(self.ranks)
@@ -109,7 +109,7 @@ class Interleaved:
         forward_ends = np.zeros((steps + 2, self.ranks + 1))
         backward_ends = np.zeros((steps + 2, self.ranks + 1))
         awaited = np.arange(passes) + np.repeat(self._group_sizes, self.virtual * self._group_sizes)
-        is_sent = self._places < self.virtual - 1
+        is_sent = self._chunks < self.virtual - 1
         sent_to, sent_back_to = np.full((2, steps), steps + 1)
         sent_to[last : last + passes][is_sent] = awaited[is_sent]
         sent_back_to[first:][is_sent] = awaited[is_sent] + first - last
@@ -134,7 +134,7 @@ class Interleaved:
             np.maximum(clocks, arrived, out=arrived)
             clocks = np.add(arrived, durations, out=ended)
             backward_ends[receiver, -1] = clocks[0]
-        of_last_stage = np.flatnonzero(self._places == 0) + first - last
+        of_last_stage = np.flatnonzero(self._chunks == 0) + first - last
         return clocks.max().item(), backward_ends[of_last_stage + 1, last].tolist()
 
     def _in_steps(
@@ -146,16 +146,16 @@ class Interleaved:
         for no other rank, the message has come at any time: -inf.
         """
         stages = range(self.virtual * self.ranks)
-        of_places = np.reshape([seconds[kind, stage] for stage in stages], (-1, self.ranks))
-        if kind == "B":  # a rank's last stage is the first place
-            of_places = of_places[::-1]
+        by_chunk = np.reshape([seconds[kind, stage] for stage in stages], (-1, self.ranks))
+        if kind == "B":  # a rank's last stage comes first
+            by_chunk = by_chunk[::-1]
         messages = np.full((steps, self.ranks), -np.inf)
         durations = np.zeros((steps, self.ranks))
         for rank, begin in enumerate(begins):
-            of_rank = slice(begin, begin + len(self._places))
+            of_rank = slice(begin, begin + len(self._chunks))
             messages[of_rank, rank] = transfer
-            durations[of_rank, rank] = of_places[self._places, rank]
+            durations[of_rank, rank] = by_chunk[self._chunks, rank]
         end_rank = 0 if kind == "F" else self.ranks - 1
         begin = begins[end_rank]
-        messages[begin : begin + len(self._places), end_rank][self._places == 0] = -np.inf
+        messages[begin : begin + len(self._chunks), end_rank][self._chunks == 0] = -np.inf
         return messages, durations

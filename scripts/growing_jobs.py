@@ -100,7 +100,9 @@ def submit(path: str, tree: dict[str, Any], consumed: int) -> str:
     """Submit the job of the segment after so many samples; what was done. UserError if it fails."""
     sbatch = tree["sbatch"]
     if not sbatch:
-        raise UserError(f"SEGMENTS {path} names no batch file: plan.py rampup --submit does")
+        raise UserError(
+            f"the file of SEGMENTS, {path}, names no batch file: plan.py rampup --submit writes one"
+        )
     for word in sbatch:
         if word.split("=")[0] in OURS or (word[:2] in OURS and word[:2] != "--"):
             raise UserError(f"--submit: leave out {word}, which the segments give to sbatch")

@@ -91,7 +91,7 @@ def parse_conversation(found: dict[str, Any], template: str = "") -> Conversatio
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
-                raise UserError(f'"{name}" is a text, and not one of JSON') from None
+                raise UserError(f'"{name}" is a string that is not JSON') from None
         objects = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         if value is not None and not objects:
             raise UserError(f'"{name}" is not a list of objects')

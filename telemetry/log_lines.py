@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from architecture.families import export_note
+from base.console import as_typed
 from config.phases import PlacedPhase
 from config.schema import Config
 from config.timeline import Timeline
@@ -338,6 +339,7 @@ def summary(
         losses,
     ]
     if os.path.exists(os.path.join(out, "times.jsonl")):  # a run of few steps measures none
-        lines.append(f"where the time of a step goes: python plan.py gap {shlex.quote(out)}")
+        command = as_typed(f"python plan.py gap {shlex.quote(out)}")
+        lines.append(f"where the time of a step goes: {command}")
     lines.append(files)
     return "\n".join(lines)

@@ -67,7 +67,7 @@ class Observer:
         """Take note of a step whose batch was left out."""
 
     def between_steps(self, step: Step) -> None:
-        """Do what is due after a step. With `step.stops`, what can wait would delay the stop."""
+        """Do what is due after a step; with `step.stops` only what cannot wait."""
 
     def seconds_between(self, step: Step) -> float:
         """Return how long `between_steps` will probably take; --exit-after-minutes counts it."""

@@ -23,6 +23,7 @@ from dataclasses import astuple, dataclass, fields
 import psutil
 import torch
 
+from base.console import as_typed
 from checkpointing.save import Checkpointer
 from config.mesh_axes import rows_along
 from config.schema import Config, Layout
@@ -213,7 +214,7 @@ def table(config: Config, device: str, before: list[StepStats], after: list[Step
     outside = outside_per_stage(after, config.layout)
     if outside:
         columns["outside"] = outside
-    command = f"python plan.py stages --config {shlex.quote(config.run.out)}"
+    command = f"{as_typed('python plan.py')} stages --config {shlex.quote(config.run.out)}"
     lines = [f"peak memory of a rank, MB ({kind}); by part: {command}"]
     lines.append("stage" + "".join(f"{name:>12}" for name in columns))
     for stage, values in enumerate(zip(*columns.values(), strict=True)):

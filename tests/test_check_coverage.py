@@ -292,13 +292,17 @@ def test_every_value_of_every_option_has_a_small_run_and_words(tmp_path):
 
 @pytest.mark.slow
 def test_every_option_runs_small(tmp_path):
-    """On one rank, with what is decoded and scored after the steps."""
-    context = None
+    """On one rank, with what is decoded and scored after the steps.
+
+    Half of the values leave the small run as another value does; it runs once.
+    """
+    context, ran = None, set()
     for name, words in values():
         found = taken(words, tmp_path)
-        if found is None:
+        if found is None or repr(found[0]) in ran:
             continue
         small, _ = found
+        ran.add(repr(small))
         try:
             write_corpora(small)
         except UserError:  # a vocabulary of fewer tokens than a corpus has: a sentence
@@ -306,6 +310,7 @@ def test_every_option_runs_small(tmp_path):
         context = context or start_context(Launch("python"), small.run)
         answer = Worker(looks_alone=False)(context, CheckedRun(small, infers=True))
         assert all(loss == loss for loss in answer.losses), name
+    assert len(ran) > 150
 
 
 # ---- The program ---------------------------------------------------------------------------------

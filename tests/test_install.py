@@ -283,6 +283,8 @@ def test_only_numpy_plans_and_the_others_say_what_to_install(with_numpy, own):
     status, out, err = run_in(own, with_numpy / "trine-plan", *words)
     assert (status, err) == (0, "")
     assert "layouts fit on 384 GPUs" in out
+    assert " trine-train --model 176b " in out
+    assert "train.py" not in out + run_in(own, with_numpy / "trine-plan", "layouts", "--help")[1]
     assert run_in(own, with_numpy / "trine-plan", *words, "--sbatch", "a.sbatch")[0] == 0
     code = f"import trine; print(trine.plan({words})['ranked'][0]['tp'])"
     assert run_in(own, with_numpy / "python", "-c", code) == (0, "4\n", "")
@@ -393,6 +395,25 @@ def test_every_folder_is_installed_and_every_command_has_its_program():
     for name in declared():
         stem = name.removeprefix(console.PREFIX).replace("-", "_")
         assert (ROOT / f"{stem}.py").exists() or (ROOT / "scripts" / f"{stem}.py").exists()
+
+
+def test_printed_commands_are_those_that_the_reader_can_type():
+    assert {console.PREFIX + name.replace("_", "-") for name in console.COMMANDS} == set(declared())
+    typed = {
+        "mpirun -n 4 python train.py --tp 2": "mpirun -n 4 trine-train --tp 2",
+        "usage: plan.py layouts": "usage: trine-plan layouts",
+        "see python tune.py --help": "see trine-tune --help",
+        "by scripts/prepare_data.py": "by trine-prepare-data",
+        "train.py's own checks": "trine-train's own checks",
+        "at train.py:246": "at train.py:246",
+        "python /code/train.py": "python /code/train.py",
+        "python my_train.py": "python my_train.py",
+        "python model.py": "python model.py",
+        "a train.python": "a train.python",
+    }
+    for text, is_typed in typed.items():
+        assert console.as_typed(text, True) == is_typed
+        assert console.as_typed(text) == text  # in a clone
 
 
 def test_every_program_that_the_pages_name_has_a_command():

@@ -106,7 +106,7 @@ def test_every_layout_with_mixers_equals_the_single_rank_run(tmp_path):
             {"tp": 3, "cp": 3, "cp_mixer": "heads"},
             "tp(3) * cp(3) does not divide hidden(24)",
         ),
-        ({"mixer_blocks": "none"}, {}, "is of no block: mixer_blocks is none"),
+        ({"mixer_blocks": "none"}, {}, "needs blocks that have it: mixer_blocks is none"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_with_both_numbers(model, layout, message):

@@ -201,7 +201,7 @@ def test_the_plan_of_experts_on_several_nodes():
     job = Job(MIXTURE, layout, TRAINING, H100)
     copies = copies_elsewhere(TopK(128, k), nodes)
     assert copies == pytest.approx(2.722, abs=1e-3)
-    copies *= time_terms.busiest(128, nodes)
+    copies *= time_terms.busiest_load(128, nodes)
     across = copies * 8 * (2 * row + 8 * k * 2048) / H100.network.speed
     within = 2 * k * time_terms.uneven(job) * row * 7 / 8 / H100.nvlink.speed
     latencies = 2 * H100.network.latency + 2 * H100.nvlink.latency

@@ -70,6 +70,23 @@ def test_a_parameter_without_a_gradient_holds_up_no_other(tmp_path):
         assert_equal_runs(case, result, one)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_a_weight_without_a_gradient_does_not_move_with_an_epsilon_of_0(optimizer):
+    """Rows of padding, and without tied matrices those of tokens that no sample has: Adam's 0 / 0.
+
+    61 rows, and 3 or 67 more, which no loss may see.
+    """
+    case = {"optimizer": optimizer, "adam_eps": 0.0, "weight_decay": 1.0, "tied": False, "steps": 3}
+    few, many = (
+        golden_worker.run(
+            validation.check(golden_worker.options(case | {"pad_vocab_multiple": n}), 1)
+        )
+        for n in (4, 128)
+    )
+    assert few["norms"] == pytest.approx(many["norms"], rel=1e-5)  # a NaN equals nothing
+    assert few["losses"] == pytest.approx(many["losses"], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_overflow_and_drift_on_one_rank_are_seen_by_all():
     """On eight ranks, so that every axis has copies: tensor, data and pipeline parallelism."""

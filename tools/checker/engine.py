@@ -206,6 +206,8 @@ class Engine:
         pairs: list[tuple[Layout, Variant | None]] = [(layout, None) for layout in layouts]
         others = [(layout, variant) for variant in self.others for layout in variant.layouts]
         pairs[INFERRED:INFERRED] = others  # before the layouts that have several options
+        if any(layout.zero == 3 for layout, _ in pairs):
+            import torch._dynamo  # noqa: F401 - as in `begin`: the first FSDP of a rank needs it
         jobs = []
         for number, (layout, variant) in enumerate(pairs):
             infers = variant is None and number < INFERRED

@@ -25,7 +25,7 @@ OF_PRECISION: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 2, "ep": 2},
     {"dp": 2, "zero": 3, "sync_each_batch": False},
     {"micro_batch_size": 1},
-    {"tp": 2, "cp": 2, "sequence_parallel": True},
+    {"tp": 2, "cp": 2, "micro_batch_size": 3, "sequence_parallel": True},
     {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
 )
 # The same with gradients in the lower precision.
@@ -55,8 +55,8 @@ OF_TOKENS_OF_EXPERTS: tuple[dict[str, Any], ...] = (
 )
 KV_HEADS = 4  # tp 4 cuts them, and of cp 3 all three ranks gather keys
 OF_HEADS: tuple[dict[str, Any], ...] = (
-    {"cp": 3, "zero": 3},
-    {"tp": 4, "sequence_parallel": True},
+    {"cp": 3, "micro_batch_size": 3, "zero": 3},
+    {"tp": 4, "micro_batch_size": 3, "sequence_parallel": True},
     {"tp": 4, "micro_batch_size": 3, "recompute": "selective"},
 )
 MOST_RESUMED = 3  # of the layouts that a user names

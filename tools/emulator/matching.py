@@ -18,8 +18,8 @@ of its ranks. `deadlock` simulates the traces by the rules of NCCL and CUDA, wit
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
     blocking  without stages the host waits for every operation where it starts
 
-Ranks have the same kind (a number) if they do the same with the same kinds of neighbours. One rank
-of each kind is simulated, for all its ranks.
+Ranks have the same class (a number) if they do the same with the same classes of neighbours. One
+rank of each class is simulated, for all its ranks.
 """
 
 import itertools
@@ -227,9 +227,9 @@ def _version(event: Event | None) -> str:
 
 def describe(event: Event) -> str:
     """Return e.g. "all_reduce SUM of 512 bytes float32 at model.py:246 (step 1, F 0)"."""
-    kind = f"{event.kind} {event.op}".strip()
+    name = f"{event.kind} {event.op}".strip()
     size = f"{event.bytes:,} bytes {event.dtype}"
-    return f"{kind} of {size} at {event.line} ({event.place})"
+    return f"{name} of {size} at {event.line} ({event.place})"
 
 
 @dataclass
@@ -274,35 +274,36 @@ def deadlock(world: RunTraces, blocking: bool = False) -> str | None:
 
 
 class _Simulation:
-    """Runs one rank of each kind until all are at their end, or none can continue."""
+    """Runs one rank of each class until all are at their end, or none can continue."""
 
     def __init__(self, world: RunTraces, blocking: bool):
-        """Prepare the lowest rank of each kind, at the beginning of its trace."""
+        """Prepare the lowest rank of each class, at the beginning of its trace."""
         self.world = world
         self.blocking = blocking
-        self.kind_of = kinds(world)
-        # The lowest rank of each kind: of ranks in descending order, the dictionary keeps the last.
-        self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
+        self.class_of = rank_classes(world)
+        # The lowest rank of each class: the dictionary keeps the last of descending ranks.
+        descending = reversed(list(enumerate(self.class_of)))
+        self.first = {rank_class: rank for rank, rank_class in descending}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
         self.arrived: dict[tuple, set] = {}  # by (role, (sender, receiver)): which host has come
-        self.ready: dict[tuple, set] = {}  # by an operation's key: the kinds that have come to it
-        self.changed: deque[int] = deque()  # kinds that may be able to continue
-        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # (role, kind): kinds in group
+        self.ready: dict[tuple, set] = {}  # by an operation's key: the classes that have come to it
+        self.changed: deque[int] = deque()  # classes that may be able to continue
+        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # by (role, class)
 
     def run(self) -> str | None:
         """Simulate until no rank can continue; return a sentence on a deadlock, or None."""
         self.changed.extend(self.ranks)
         while self.changed:
-            kind = self.changed.popleft()
-            rank = self.ranks[kind]
+            rank_class = self.changed.popleft()
+            rank = self.ranks[rank_class]
             rank.drain()  # the compute stream passes waits for operations that have ended
-            while self._host(kind, rank):  # until the host is blocked
+            while self._host(rank_class, rank):  # until the host is blocked
                 pass
-            self._streams(kind, rank)  # operations end that all their members have reached
+            self._streams(rank_class, rank)  # operations end that all their members have reached
         stuck = [k for k, r in self.ranks.items() if r.at < len(r.events) or any(r.queues.values())]
         return self._describe(stuck) if stuck else None
 
-    def _host(self, kind: int, rank: _Rank) -> bool:
+    def _host(self, rank_class: int, rank: _Rank) -> bool:
         """Do the host's next event; return False if the host is blocked, or at its trace's end."""
         if rank.at == len(rank.events):
             return False
@@ -314,7 +315,7 @@ class _Simulation:
             return False
         elif event.kind not in (READ, COPY, LOAD):  # so it is a collective or a message
             if not rank.started:  # otherwise an earlier call has put it into the queue
-                if event.kind in MESSAGES and not self._connected(kind, event):
+                if event.kind in MESSAGES and not self._connected(rank_class, event):
                     return False  # the host waits for the other end of the message
                 queue = rank.queues.setdefault(event.role, deque())
                 queue.append((rank.at, len(rank.waits)))  # the operation begins after these waits
@@ -325,9 +326,9 @@ class _Simulation:
         rank.started = False
         return True
 
-    def _connected(self, kind: int, event: Event) -> bool:
+    def _connected(self, rank_class: int, event: Event) -> bool:
         """Note that a host has come to a message; return whether the other host has come too."""
-        ends, _ = self._meeting(kind, event)  # the kinds (of the sender, of the receiver)
+        ends, _ = self._meeting(rank_class, event)  # the classes (of the sender, of the receiver)
         arrived = self.arrived.setdefault((event.role, ends), set())
         if event.kind not in arrived:
             arrived.add(event.kind)
@@ -335,16 +336,16 @@ class _Simulation:
                 self.changed.extend(ends)  # the hosts of sender and receiver can go on
         return len(arrived) == 2
 
-    def _streams(self, kind: int, rank: _Rank) -> None:
+    def _streams(self, rank_class: int, rank: _Rank) -> None:
         """Run the first operations of each of the rank's communicators, as far as they can run."""
         for role, queue in rank.queues.items():
             while queue:
                 index, waits_before = queue[0]  # the oldest operation that has not ended
                 if rank.passed < waits_before:
                     break  # the compute stream has not come to the operation yet
-                members, key = self._meeting(kind, rank.events[index])  # members: kinds of ranks
+                members, key = self._meeting(rank_class, rank.events[index])
                 ready = self.ready.setdefault(key, set())
-                ready.add(kind)
+                ready.add(rank_class)
                 if len(ready) < len(members):
                     break  # another member has not come to the operation yet
                 for member in members:
@@ -353,34 +354,34 @@ class _Simulation:
                     other.ended.add(ended_index)  # it ends on all members together
                     self.changed.append(member)
 
-    def _meeting(self, kind: int, event: Event) -> tuple[tuple[int, ...], tuple]:
-        """Return the kinds of the ranks that do an operation, and the operation's key in `ready`.
+    def _meeting(self, rank_class: int, event: Event) -> tuple[tuple[int, ...], tuple]:
+        """Return the classes of the ranks that do an operation, and the operation's key in `ready`.
 
-        The kinds ascend; for a message they are (sender, receiver).
+        The classes ascend; for a message they are (sender, receiver).
         """
-        row = self.world.row_of[event.role, self.first[kind]]
+        row = self.world.row_of[event.role, self.first[rank_class]]
         if event.kind in MESSAGES:
-            peer = self.kind_of[row[event.peer]]
-            ends = (kind, peer) if event.kind == "send" else (peer, kind)
+            peer = self.class_of[row[event.peer]]
+            ends = (rank_class, peer) if event.kind == "send" else (peer, rank_class)
             return ends, ("message", event.role, ends, event.number)
-        if (event.role, kind) not in self._members:
-            members = tuple(sorted({self.kind_of[rank] for rank in row}))
-            self._members[event.role, kind] = members
-        members = self._members[event.role, kind]
+        if (event.role, rank_class) not in self._members:
+            members = tuple(sorted({self.class_of[rank] for rank in row}))
+            self._members[event.role, rank_class] = members
+        members = self._members[event.role, rank_class]
         return members, ("collective", event.role, members, event.number)
 
     def _describe(self, stuck: list[int]) -> str:
-        """Return a sentence on the ranks that wait in a circle; if none do, on all stuck kinds."""
-        path = [stuck[0]]  # each kind is blocked by the next; a kind that comes again ends a circle
+        """Return a sentence on ranks that wait in a circle; if none do, on all stuck classes."""
+        path = [stuck[0]]  # each is blocked by the next; one that comes again ends a circle
         while (blocking := self._blocked_by(path[-1])) is not None and blocking not in path:
             path.append(blocking)
         circle = path[path.index(blocking) :] if blocking in path else stuck
         lines = [f"rank {self.ranks[k].rank} {self._where(k)}" for k in circle[:MOST_NAMED]]
         return "deadlock: " + "; ".join(lines)
 
-    def _head(self, kind: int) -> Event:
-        """Return the operation that has to end before the stuck rank of a kind can continue."""
-        rank = self.ranks[kind]
+    def _head(self, rank_class: int) -> Event:
+        """Return the operation that has to end before the stuck rank of a class can continue."""
+        rank = self.ranks[rank_class]
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
             return event  # the message's two hosts are not connected
@@ -394,20 +395,20 @@ class _Simulation:
         index, _ = rank.queues[role][0]  # the first operation in the queue holds up the others
         return rank.events[index]
 
-    def _blocked_by(self, kind: int) -> int | None:
-        """Return the kind of a rank that has not reached the operation for which `kind` waits."""
-        event = self._head(kind)
-        members, key = self._meeting(kind, event)
+    def _blocked_by(self, rank_class: int) -> int | None:
+        """Return the class of a rank that has not reached the operation for which a class waits."""
+        event = self._head(rank_class)
+        members, key = self._meeting(rank_class, event)
         if event.kind in MESSAGES:
             sender, receiver = members
             return receiver if event.kind == "send" else sender  # the message's other end
         ready = self.ready.get(key, set())
         return next((member for member in members if member not in ready), None)
 
-    def _where(self, kind: int) -> str:
+    def _where(self, rank_class: int) -> str:
         """Return what a rank waits for, and where: the words after "rank 3" in the sentence."""
-        rank = self.ranks[kind]
-        event = self._head(kind)
+        rank = self.ranks[rank_class]
+        event = self._head(rank_class)
         row = self.world.row_of[event.role, rank.rank]
         peer = f" with rank {row[event.peer]}" if event.kind in MESSAGES else ""
         name = f"waits for {event.kind} {event.number} of {event.role}{peer}: {describe(event)}"
@@ -417,34 +418,35 @@ class _Simulation:
         return name
 
 
-def kinds(world: RunTraces) -> list[int]:
-    """Return the kind of every rank, a number.
+def rank_classes(world: RunTraces) -> list[int]:
+    """Return the class of every rank, a number.
 
-    At first, ranks with the same trace have the same kind. Kinds are split until all ranks of a
-    kind have groups with the same kinds of members, and with messages the same position in them.
+    At first, ranks with the same trace have the same class. Classes are split until all ranks of a
+    class have groups with the same classes of members, and with messages the same position in them.
     """
-    numbers: dict[tuple, int] = {}  # each new key gets the next number, which is a kind
-    kind_of = [numbers.setdefault((id(trace),), len(numbers)) for trace in world.traces]
+    numbers: dict[tuple, int] = {}  # each new key gets the next number, which is a class
+    class_of = [numbers.setdefault((id(trace),), len(numbers)) for trace in world.traces]
     roles_with_messages = set[str]()
-    for rank in range(len(kind_of)):
+    for rank in range(len(class_of)):
         roles_with_messages |= {role for role, _, _ in world.operations(rank).messages}
     while True:
-        kinds_of_row = {}  # by group, the kinds of its members
+        classes_of_group = {}  # by group, the classes of its members
         for role, rows in world.rows.items():
             for row in rows:
-                members = [kind_of[rank] for rank in row]
+                members = [class_of[rank] for rank in row]
                 if role not in roles_with_messages:
                     members = sorted(set(members))  # collectives do not depend on positions
-                kinds_of_row[role, row] = tuple(members)
+                classes_of_group[role, row] = tuple(members)
         numbers = {}
-        refined = []  # the new kinds, by rank
-        for rank, kind in enumerate(kind_of):
-            neighbours: list = [kind]  # the rank's kind; by role, its group's kinds, its position
+        refined = []  # the new classes, by rank
+        for rank, rank_class in enumerate(class_of):
+            # The rank's class, and by role the classes of its group and its position in it.
+            neighbours: list = [rank_class]
             for role in world.rows:
                 row = world.row_of.get((role, rank), (rank,))
                 position = row.index(rank) if role in roles_with_messages else 0
-                neighbours += [kinds_of_row.get((role, row)), position]
+                neighbours += [classes_of_group.get((role, row)), position]
             refined.append(numbers.setdefault(tuple(neighbours), len(numbers)))
-        if len(set(refined)) == len(set(kind_of)):
-            return refined  # the kinds are final, since this round of the loop has split none
-        kind_of = refined
+        if len(set(refined)) == len(set(class_of)):
+            return refined  # the classes are final, since this round of the loop has split none
+        class_of = refined

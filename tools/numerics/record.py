@@ -187,11 +187,15 @@ def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
     }
     for name, is_right in right.items():
         if facts.get(name) is not None and not is_right(facts[name]):
-            raise UserError(f"{folder}/run.json: {name} is {facts[name]!r:.80}")
+            raise UserError(
+                f"{folder}/run.json: {name} is {facts[name]!r:.80}, which no run writes"
+            )
     training = facts["config"].get("training", {})
     ends = [training.get("steps"), training.get("train_samples"), facts.get("total_steps")]
     if all(end is None for end in ends):
-        raise UserError(f"{folder}/run.json has neither steps nor train_samples")
+        raise UserError(
+            f"{folder}/run.json says no length of the run: it has neither steps nor train_samples"
+        )
 
 
 def last_two_parts(folder: Path) -> list[Record]:

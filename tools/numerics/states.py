@@ -82,14 +82,14 @@ def _compare_tensors(a: Index, b: Index) -> list[dict[str, Any]]:
     for kind in a.kinds:  # "weights", and the optimizer's state such as "exp_avg"
         for name, shape in a.shapes.items():
             if kind in b.kinds and b.shapes.get(name) == shape:
-                relative = _relative(a.read_whole(kind, name), b.read_whole(kind, name))
+                relative = _relative_difference(a.read_whole(kind, name), b.read_whole(kind, name))
                 rows.append({"kind": kind, "name": name, "relative": relative})
     if not rows:
         raise UserError(f"{a.folder} and {b.folder} have no tensor of the same name and shape")
     return rows
 
 
-def _relative(a: np.ndarray, b: np.ndarray) -> float:
+def _relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     """Return the norm of the difference of two arrays of one shape over the norm of `a`.
 
     The result is 0 if the arrays are equal, and infinite if only `a` is 0 or a number of either

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from architecture import model_stats
 from architecture.shape import ModelShape
 from base import paths
+from base.console import as_typed
 from base.errors import UserError
 from tools.planner import cost, layouts, model_sizes, recipe
 from tools.planner.layout_table import notes, ranked_lines
@@ -85,12 +86,13 @@ def budget(question: Question) -> Answer:
             most = f"{law.most / BILLION:.0f} B parameters"
             lines.append(f"note: {law.name} has runs up to {most}: beyond them it is uncertain")
     lines += [*ranked_lines([best.line], best.question), *notes([best.line])]
-    lines.append(f"its layouts: python plan.py layouts {_flags_of_shape(best)} --gpus {gpus}")
+    command = as_typed(f"python plan.py layouts {_flags_of_shape(best)} --gpus {gpus}")
+    lines.append(f"its layouts: {command}")
     written = recipe.make(best) if options.write else None
     if written is not None:
         paths.write_file(options.write, written.toml())
         lines += [f"wrote {options.write}:", *(f"  {line}" for line in written.lines())]
-        lines += [f"  {line}" for line in written.commands(options.write)]
+        lines += [f"  {as_typed(line)}" for line in written.commands(options.write)]
     data = {
         "gpus": gpus,
         "machine": question.machine.name,

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from base.console import as_typed
 from base.errors import UserError
 from config.command_line import to_words
 from config.mesh_axes import coordinates, rows_along
@@ -114,7 +115,7 @@ def read_rows(run: str, ranks: int) -> list[MeasuredStep]:
         try:
             row = _row(values)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"has not the numbers of a measured step: {error}"
+            reason = f"is no row of a measured step: {error}"
             raise UserError(f"{file}, line {number} {reason}") from None
         if len(row.nodes) != ranks:
             has = f"has times of {len(row.nodes)} ranks, but the run has {ranks}"
@@ -497,7 +498,8 @@ def _table(data: dict[str, Any]) -> str:
     text.append(f"the named causes are {data['closure']:.1%} of the step")
     if data["unknown"] is not None:
         text.append(f"note: {data['unknown']}")
-    text.append(f"other layouts: python plan.py layouts --config {shlex.quote(data['run'])}")
+    command = as_typed(f"python plan.py layouts --config {shlex.quote(data['run'])}")
+    text.append(f"other layouts: {command}")
     return "\n".join(text)
 
 

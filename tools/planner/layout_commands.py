@@ -8,6 +8,7 @@ stand_ins(question, layout) says what the command has that the user did not give
 import shlex
 from dataclasses import replace
 
+from base.console import as_typed
 from base.errors import UserError
 from config import schema
 from config.command_line import to_words
@@ -34,7 +35,7 @@ def command(question: Question, layout: schema.Layout) -> list[str]:
         words += ["--data", "synthetic"]
     if not _has_length(run):
         words += ["--steps", str(STEPS)]
-    return ["python", "train.py", *words]
+    return [*as_typed("python train.py").split(), *words]
 
 
 def train_arguments(question: Question, layout: schema.Layout) -> list[str]:

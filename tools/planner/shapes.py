@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from architecture import model_stats
 from architecture.shape import ModelShape
+from base.console import as_typed
 from base.errors import UserError
 from config.schema import Layout
 from costs import op_costs, time_terms
@@ -95,7 +96,7 @@ def shapes(question: Question) -> Answer:
         f"{len(found)} shapes of {size / BILLION:.2f} B parameters, the fastest of them on {where}",
         f"{question.batch}; beside: s/slow at equal parameters, beside the first line's",
         *columns(rows, ("why",)),
-        f"measure them: python tune.py --try model={names} ...",
+        f"measure them: {as_typed('python tune.py')} --try model={names} ...",
     ]
     data = {"size": size, "shapes": [_data(shape) for shape in ranked]}
     return Answer("\n".join(text), data)

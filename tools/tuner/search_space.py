@@ -147,7 +147,7 @@ def candidates(
     # By layout and reason, so that a layout which several tables reject is listed once.
     rejected: dict[tuple, Rejected] = {}
     slower = 0
-    main = list(_tables(config, given))
+    main = list(_questions(config, given))
     further = list(_further_of_zero_3(config, given))
     for number, (fixed, share) in enumerate(main + further):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
@@ -171,7 +171,7 @@ def candidates(
     return Space(fastest_first, list(rejected.values()), slower)
 
 
-def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, Any], float]]:
+def _questions(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield the questions to the planner whose answers together have all layouts to search in.
 
     Several questions are needed because a question has only one value of --recompute-layers, and
@@ -217,7 +217,7 @@ def _fixed(config: Config, given: dict[str, list]) -> dict[str, Any]:
 def _further_of_zero_3(
     config: Config, given: dict[str, list]
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the questions about layouts with --zero 3 and its own options, as `_tables` does.
+    """Yield the questions about layouts with --zero 3 and its own options, as `_questions` does.
 
     There is one for each choice of these options but the first. --zero 3 has no pipeline: without
     pp 1 or without it in the space there is no question.

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from base.console import IS_INSTALLED, as_typed
 from base.errors import UserError
 from base.paths import check_folder, write_file
 from config import command_line
@@ -31,7 +32,7 @@ from tools.tuner import report_page, result_tables, search_space, trials
 from tools.tuner.result_tables import SearchResult
 from tools.tuner.search import MAX_CHANCE, Search, features
 from tools.tuner.search_space import Candidate
-from tools.tuner.trials import STOPPING, Runner, Trial, TrialStore
+from tools.tuner.trials import PROGRAM, STOPPING, Runner, Trial, TrialStore
 
 TOP = 5  # the number of layouts that are printed at the end
 MOST = 1e18  # a number on the command line must be below this limit
@@ -253,8 +254,11 @@ class Session:
         config = dataclasses.replace(config, training=training, run=run)
         # Leave out the last word, the path of train.py.
         *launcher, _ = self.runner.launch_command(candidate.ranks)
-        words = ["python" if word == sys.executable else word for word in launcher]
-        return [*words, "train.py", *search_space.to_cli_args(config)]
+        program = ["train.py"] if not IS_INSTALLED else [PROGRAM]  # torchrun starts a file
+        if launcher[-1:] == [sys.executable]:
+            *launcher, _ = launcher
+            program = as_typed("python train.py").split()
+        return [*launcher, *program, *search_space.to_cli_args(config)]
 
     # ---- What is measured ------------------------------------------------------------------------
 
