@@ -687,7 +687,8 @@ def check_parameters(stage: nn.Module) -> None:
 
     Else no rank could tell how its gradient is summed, and no checkpoint what it is.
     """
-    modules: dict[str, str] = {}  # by name of the global tensor, where the first one of it is
+    # By the name of the global tensor and its rows on this rank, where the first one of it is.
+    modules: dict[tuple[str, int, int], str] = {}
     for where, p in stage.named_parameters():
         spec = getattr(p, "spec", None)
         if spec is None:
@@ -695,11 +696,11 @@ def check_parameters(stage: nn.Module) -> None:
                 f"the parameter {where} says nothing of its name and its parts: make it with "
                 "factory.parameter(name, shape, ...), or factory.constant if nothing trains it"
             )
-        if spec.name in modules:
-            raise UserError(
-                f"two parameters are called {spec.name}: {modules[spec.name]} and {where}"
-            )
-        modules[spec.name] = where
+        # Only a tensor whose rows are given for each rank may be several parameters.
+        part = (spec.name, spec.start, spec.stop) if spec.rows is not None else (spec.name, 0, 0)
+        if part in modules:
+            raise UserError(f"two parameters are called {spec.name}: {modules[part]} and {where}")
+        modules[part] = where
     for where, _ in stage.named_buffers():
         raise UserError(
             f"{where} is a buffer, which no checkpoint keeps: make it with factory.constant, or "

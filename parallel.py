@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -90,6 +90,30 @@ class Matrices:
 
 
 @dataclass(frozen=True)
+class RowsOfRanks:
+    """The rows of each tensor rank, where they are not equal parts in the order of the ranks.
+
+    starts: the first row of each tensor rank. count: the rows of each. merged: so many first
+    dimensions of the global tensor count as one, whose indices are the rows: 1 or 2. copies: the
+    mesh's group of tensor ranks that hold the same rows; "": each rank's are its own.
+    Two key/value heads on four ranks: starts (0, 0, 1, 1), count 1, copies of two ranks.
+    """
+
+    starts: tuple[int, ...]
+    count: int
+    merged: int = 1
+    copies: str = ""
+
+    def box(self, shape: tuple[int, ...], first: int) -> Box:
+        """Return the box that `count` rows from `first` on are of a tensor of this shape."""
+        rest = tuple((0, size) for size in shape[self.merged :])
+        if self.merged == 1:
+            return ((first, first + self.count), *rest)
+        index, row = divmod(first, shape[1])
+        return ((index, index + 1), (row, row + self.count), *rest)
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """Says which part of which global tensor a local parameter is: the parameter's `.spec`.
 
@@ -98,10 +122,12 @@ class ParamSpec:
     whole tensor. start, stop: the rows along dim that this rank holds; further rows of the local
     tensor are padding. decay: whether weight decay applies. reduce_over: the mesh's groups over
     which the gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each
-    tensor rank's gradient is one term of a sum; then `tied` if another stage holds a copy of the
-    tensor. copy: this tensor is that copy, which norms and checkpoints leave out. matrices: how the
-    tensor divides into the matrices that Muon updates; None: Muon leaves the tensor to AdamW. role:
-    what the tensor is for muP (architecture/mup.py).
+    tensor rank's gradient is one term of a sum, or the group of those that hold the same rows; then
+    `tied` if another stage holds a copy of the tensor. copy: this tensor is that copy, which norms
+    and checkpoints leave out. matrices: how the tensor divides into the matrices that Muon updates;
+    None: Muon leaves the tensor to AdamW. role: what the tensor is for muP (architecture/mup.py).
+    rows: the rows of all tensor ranks, if they are not equal parts; then several parameters may be
+    parts of one global tensor.
     """
 
     name: str
@@ -114,6 +140,21 @@ class ParamSpec:
     copy: bool = False
     matrices: Matrices | None = None
     role: str = "vector"
+    rows: RowsOfRanks | None = None
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """The global shape in which dim, start and stop count: its merged dimensions are one."""
+        if self.rows is None or self.rows.merged == 1:
+            return self.shape
+        return (math.prod(self.shape[:2]), *self.shape[2:])
+
+    @property
+    def held_by(self) -> str:
+        """The mesh's group of tensor ranks that hold the same rows; "": this rank alone."""
+        if self.dim is None:
+            return "tp"
+        return "" if self.rows is None else self.rows.copies
 
     @property
     def tied(self) -> bool:
@@ -127,7 +168,7 @@ class ParamSpec:
 
     def counts_on(self, mesh: Mesh) -> bool:
         """Return whether this rank counts its elements in norms: one of equal copies is counted."""
-        return not self.copy and (self.dim is not None or mesh.tp.rank == 0)
+        return not self.copy and (not self.held_by or mesh.group(self.held_by).rank == 0)
 
 
 CPU = torch.device("cpu")
@@ -220,6 +261,7 @@ class ParamFactory:
         replicas: str = "replicas",
         matrices: Matrices | None = None,
         role: str | None = None,
+        rows: RowsOfRanks | None = None,
     ) -> nn.Parameter:
         """Return this rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
@@ -228,41 +270,52 @@ class ParamFactory:
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
         replicas: the name of the mesh's group that holds the same part. decay, tied, copy,
         matrices: see ParamSpec. role: what it is for muP, which scales `std`; None: of a matrix
-        hidden, else vector. The result has its ParamSpec as the attribute `spec`. Raise UserError
-        if the ranks do not divide the dimension.
+        hidden, else vector. rows: those of each tensor rank, along dimension 0, in the place of
+        equal parts. The result has its ParamSpec as the attribute `spec`. Raise UserError if the
+        ranks do not divide the dimension.
         """
         tp = self.mesh.tp
         start = 0
         stop = shape[0]
         local_shape = list(shape)
-        if dim is not None:  # 5 rows, padded to 6, on 2 ranks: rows 0 to 2, and 3 to 4 and padding
+        if rows is not None:
+            dim = 0
+            start = rows.starts[tp.rank]
+            stop = start + rows.count
+            local_shape = [rows.count, *shape[rows.merged :]]
+        elif (
+            dim is not None
+        ):  # 5 rows, padded to 6, on 2 ranks: rows 0 to 2, and 3 to 4 and padding
             group = over or tp
-            rows, rest = divmod(padded or shape[dim], group.size)
-            if rest or rows * group.size < shape[dim]:
+            of_rank, rest = divmod(padded or shape[dim], group.size)
+            if rest or of_rank * group.size < shape[dim]:
                 raise UserError(
                     f"{name}: {group.size} ranks do not divide the {padded or shape[dim]} rows "
                     f"along dimension {dim} of {shape}; `padded` names a larger number of rows"
                 )
-            start = min(group.rank * rows, shape[dim])
-            stop = min(start + rows, shape[dim])
-            local_shape[dim] = rows
-        dtype = exact_dtype(self.dtype)
-        tensor = torch.full(local_shape, fill, dtype=dtype, device=self.device)
-        role = role or role_of(decay)
-        if std:  # with std 0 no weights are drawn: they will be loaded
-            std *= self.mup.std(role)
-            unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
-            draw_normal(unpadded, name, shape, dim or 0, start, std, self.seed)
+            start = min(group.rank * of_rank, shape[dim])
+            stop = min(start + of_rank, shape[dim])
+            local_shape[dim] = of_rank
         reduce_over: tuple[str, ...] = (replicas,)  # the groups that sum the gradient
         gradient_is_a_term = self.sequence_parallel or partial
         if gradient_is_a_term and dim is None and tp.size > 1:
             reduce_over += ("tp",)
+        if rows is not None and rows.copies:
+            reduce_over += (rows.copies,)
         if tied:
             reduce_over += ("tied",)
-        parameter = nn.Parameter(tensor)
-        parameter.spec = ParamSpec(
-            name, shape, dim, start, stop, decay, reduce_over, copy, matrices, role
+        role = role or role_of(decay)
+        spec = ParamSpec(
+            name, shape, dim, start, stop, decay, reduce_over, copy, matrices, role, rows
         )
+        dtype = exact_dtype(self.dtype)
+        tensor = torch.full(local_shape, fill, dtype=dtype, device=self.device)
+        if std:  # with std 0 no weights are drawn: they will be loaded
+            unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
+            std *= self.mup.std(role)
+            draw_normal(unpadded, name, spec.cut_shape, dim or 0, start, std, self.seed)
+        parameter = nn.Parameter(tensor)
+        parameter.spec = spec
         return parameter
 
     def constant(self, name: str, shape: tuple[int, ...], fill: float = 0.0) -> nn.Parameter:
@@ -388,33 +441,37 @@ class ColumnLinearFn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, gather, sink):
+    def forward(ctx, x, tp, gather, sinks, count, *parameters):
         """Return x W^T + b, (s, b, out).
 
         tp: the group that sums the input's gradient, or None. gather: whether x is (s/tp, b, in)
-        and must be gathered. sink: takes the gradients of weight and bias; None: autograd does.
+        and must be gathered. sinks: take the gradients of the parameters; None: autograd does.
+        parameters: `count` matrices (out, in), which stand one below the other in W, then the
+        biases, one for each of them, or none.
         """
-        ctx.save_for_backward(x, weight)
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
         ctx.tp = tp
         ctx.gather_from = tp if gather else None
-        ctx.has_bias = bias is not None
-        ctx.sink = sink
-        return F.linear(gather_sequence(x, ctx.gather_from), weight, bias)
+        ctx.has_bias = bool(biases)
+        ctx.sinks = sinks
+        bias = _below(biases) if biases else None
+        return F.linear(gather_sequence(x, ctx.gather_from), _below(weights), bias)
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradients of x, weight and bias; grad: that of the product, (s, b, out)."""
-        x, weight = ctx.saved_tensors
+        """Return the gradients of x and the parameters; grad: that of the product, (s, b, out)."""
+        x, *weights = ctx.saved_tensors
         tp = ctx.tp
-        sink = ctx.sink
-        deferred = None if sink is None else sink.deferred
+        sinks = ctx.sinks
+        deferred = None if sinks is None else sinks[0].deferred
         gather_from = ctx.gather_from  # tp if x is this rank's part of the sequence, else None
         whole_x = x
         gather_handle = sum_handle = None
         if gather_from is not None and deferred is None:  # x is split; else pass W gathers it
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
-        dx = grad @ weight
+        dx = grad @ _below(weights)
         if gather_handle is not None:
             gather_handle.wait()
         if gather_from is not None:
@@ -423,16 +480,30 @@ class ColumnLinearFn(torch.autograd.Function):
             dx = dx_here
         elif tp is not None:  # x was whole on every rank: f's backward pass
             sum_handle = tp.all_reduce(dx)
-        dw = db = None
-        if sink is None:
+        rows = [len(weight) for weight in weights]
+        found = (None,) * len(rows) * (1 + ctx.has_bias)
+        if sinks is None:
             dw, db = _weight_gradients(whole_x, grad, ctx.has_bias)
+            found = (*dw.split(rows), *(() if db is None else db.split(rows)))
         elif deferred is None:
-            sink.add(whole_x, grad)
+            _add_to(sinks, whole_x, grad)
         else:  # pass W computes the weight gradients
-            deferred.add(lambda: sink.add(gather_sequence(x, gather_from), grad))
+            deferred.add(lambda: _add_to(sinks, gather_sequence(x, gather_from), grad))
         if sum_handle is not None:
             sum_handle.wait()
-        return dx, dw, db, None, None, None
+        return dx, None, None, None, None, *found
+
+
+def _below(parts: Sequence[Tensor]) -> Tensor:
+    """Return matrices or biases one below the other, as one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _add_to(sinks: Sequence[GradSink], x: Tensor, grad: Tensor) -> None:
+    """Add the gradients for the product's input x and gradient `grad` to the parameters."""
+    rows = [math.prod(sink.weight.shape[:-1]) for sink in sinks]
+    for sink, of_sink in zip(sinks, grad.split(rows, -1), strict=True):
+        sink.add(x, of_sink)
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
@@ -492,23 +563,44 @@ def linear(
 ) -> Tensor:
     """Return x W^T + b, (s, b, out), for x (s, b, in) and a local W (out ..., in) and b (out ...).
 
+    The other arguments are those of `joined_linear`.
+    """
+    biases = [] if bias is None else [bias]
+    return joined_linear(x, [weight], biases, deferred, tp, gather, shared, compile)
+
+
+def joined_linear(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    deferred: DeferredGradients | None,
+    tp: Group | None = None,
+    gather: bool = False,
+    shared: bool = False,
+    compile: bool = False,
+) -> Tensor:
+    """Return x W^T + b, (s, b, out), where W are local matrices one below the other.
+
+    weights: the matrices, (out ..., in) each. biases: one for each of them, (out ...), or none.
     deferred: the list that puts weight gradients off, or None. tp: the group that sums the input's
     gradient, or None. gather: x is this rank's part of the sequence, (s/tp, b, in), and is gathered
     first. shared: another layer uses W too, so autograd must add both gradients, and they are not
-    put off. compile: a compiled kernel sums a large gradient of b. If W has a `main_grad`, its
-    gradient is added there, and then its `gradient_added` is called.
+    put off. compile: a compiled kernel sums a large gradient of b. If a matrix has a `main_grad`,
+    its gradient is added there, and then its `gradient_added` is called.
     """
-    if shared or (deferred is None and not hasattr(weight, "main_grad")):
-        weight = weight.flatten(0, -2)
-        bias = None if bias is None else bias.flatten()
+    if shared or (deferred is None and not hasattr(weights[0], "main_grad")):
+        rows = [weight.flatten(0, -2) for weight in weights]
+        flat = [bias.flatten() for bias in biases]
         if tp is None:
-            return F.linear(x, weight, bias)
-        return ColumnLinearFn.apply(x, weight, bias, tp, gather, None)
-    sink = GradSink(weight, bias, compile, deferred)
-    # Autograd must not see the parameters: the sink adds their gradients instead.
-    weight = weight.detach().flatten(0, -2)
-    bias = None if bias is None else bias.detach().flatten()
-    return ColumnLinearFn.apply(x, weight, bias, tp, gather, sink)
+            return F.linear(x, _below(rows), _below(flat) if flat else None)
+        return ColumnLinearFn.apply(x, tp, gather, None, len(rows), *rows, *flat)
+    none: list[Tensor | None] = [None] * len(weights)
+    pairs = zip(weights, biases or none, strict=True)
+    sinks = [GradSink(weight, bias, compile, deferred) for weight, bias in pairs]
+    # Autograd must not see the parameters: the sinks add their gradients instead.
+    rows = [weight.detach().flatten(0, -2) for weight in weights]
+    flat = [bias.detach().flatten() for bias in biases]
+    return ColumnLinearFn.apply(x, tp, gather, sinks, len(rows), *rows, *flat)
 
 
 def column_linear(
@@ -518,9 +610,26 @@ def column_linear(
 
     x is (s, b, in), or (s/tp, b, in) with sequence parallelism. shared: another layer uses W too.
     """
-    tp = factory.mesh.tp if factory.mesh.tp.size > 1 else None
-    gather = tp is not None and factory.sequence_parallel
+    tp, gather = _f(factory)
     return linear(x, weight, bias, factory.deferred, tp, gather, shared, factory.compile)
+
+
+def joined_column_linear(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], factory: ParamFactory
+) -> Tensor:
+    """Return `column_linear` of matrices that stand one below the other, in one product.
+
+    weights: this rank's, (out ..., in) each. biases: one for each of them, or none.
+    """
+    tp, gather = _f(factory)
+    deferred, compile = factory.deferred, factory.compile
+    return joined_linear(x, weights, biases, deferred, tp, gather, compile=compile)
+
+
+def _f(factory: ParamFactory) -> tuple[Group | None, bool]:
+    """Return what f needs: the group that sums gradients, and whether the input is gathered."""
+    tp = factory.mesh.tp if factory.mesh.tp.size > 1 else None
+    return tp, tp is not None and factory.sequence_parallel
 
 
 class ColumnLinear(nn.Module):

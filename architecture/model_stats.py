@@ -164,6 +164,26 @@ def whole_weights(model: ModelShape) -> int:
     return sum(outs * ins for outs, ins, divided in mixer_matrices(model) if not divided)
 
 
+def key_value_width(model: ModelShape) -> int:
+    """Columns of the keys and values of all key/value heads together, that a matrix makes.
+
+    0 with latent attention, whose heads tp divides, and of a mixer in the place of attention.
+    """
+    if model.mixer != "attention" or model.is_latent:
+        return 0
+    return 2 * model.kv_heads * model.head_size
+
+
+def key_value_parameters(model: ModelShape) -> int:
+    """Parameters of keys and values in a block's attention, which tp may have to repeat.
+
+    With qk_norm full each column of the keys has a scale.
+    """
+    width = key_value_width(model)
+    scales = width // 2 if model.qk_norm == "full" else 0
+    return width * (model.hidden + model.qkv_bias) + scales
+
+
 def mlp_parameters(model: ModelShape) -> int:
     """Parameters of one MLP, which in a mixture of experts is one of a block's experts."""
     up = model.up_width

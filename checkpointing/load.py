@@ -328,7 +328,9 @@ def load_weights(stages: nn.ModuleList, index: Index, kind: str = "weights") -> 
             there = index.shapes.get(spec.name, "missing")
             raise UserError(f"{index.folder}: {spec.name} is {there} there and {spec.shape} here")
         box = [(0, size) for size in spec.shape]
-        if spec.dim is not None:
+        if spec.rows is not None:
+            box = list(spec.rows.box(spec.shape, spec.start))
+        elif spec.dim is not None:
             box[spec.dim] = (spec.start, spec.stop)
             # This rank's tensor may be padded at the end of dimension `dim`; checkpoints are not.
             weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)

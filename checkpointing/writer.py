@@ -69,7 +69,11 @@ def global_boxes(shard: ParamShard) -> list[Box]:
     boxes = []
     for box in split_into_boxes(shard.shape, shard.start, shard.stop):
         # Tensor parallelism splits dimension `dim`: there the local tensor begins at spec.start.
-        if spec.dim is not None:
+        if spec.rows is not None and spec.rows.merged == 2:
+            index, first = divmod(spec.start, spec.shape[1])
+            (a, b), *rest = box
+            box = ((index, index + 1), (a + first, b + first), *rest)
+        elif spec.dim is not None:
             a, b = box[spec.dim]
             global_range = (a + spec.start, b + spec.start)
             box = (*box[: spec.dim], global_range, *box[spec.dim + 1 :])

@@ -116,7 +116,14 @@ class Layout:
         It divides cp and the number of key/value heads on a tp rank. The cp ranks that then have
         the same heads gather each other's keys and values (context_parallel.py).
         """
-        return math.gcd(self.cp, model.kv_heads // self.tp)
+        return math.gcd(self.cp, max(1, model.kv_heads // self.tp))
+
+    def kv_copies(self, model: ModelShape) -> int:
+        """Return the number of tensor ranks that hold the same key/value head, 1 with many heads.
+
+        Each of them has other query heads of that head.
+        """
+        return max(1, self.tp // model.kv_heads) if model.attention_blocks else 1
 
     @property
     def stages_per_rank(self) -> int:

@@ -43,6 +43,7 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     _check_objective(config)
     check_sharding(layout, config.training)
     check_mup(config.model, config.training.optimizer)
+    check_joint_matrices(config.model, layout, config.training)
     _check_experts(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)
     _check_auto(layout)
@@ -274,12 +275,15 @@ def _check_latent(model: ModelShape) -> None:
 
 def check_split(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tensor, context or pipeline parallelism cannot divide the model."""
-    sizes = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
+    sizes = {"heads": model.heads, "hidden": model.hidden}
     if model.experts == 1:  # tp cuts a block's one MLP, but no experts
         sizes["ffn-hidden"] = model.ffn_hidden
     for name, size in sizes.items():
         if size % layout.tp:
             raise UserError(f"tp({layout.tp}) does not divide {name}({size})")
+    if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
+        both = f"tp({layout.tp}) does not divide kv-heads({model.kv_heads})"
+        raise UserError(f"{both}, nor the other way round")
     _check_mixer_ranks(model, layout)
     check_cut(layout, model.seq_length)
     _check_schedule(layout)
@@ -533,6 +537,17 @@ def _check_phases(timeline: Timeline) -> None:
         lengths = ", ".join(map(str, timeline.lengths))
         raise UserError(
             f"--record-routing and --pin-routing take samples of one length, not of {lengths}"
+        )
+
+
+def check_joint_matrices(model: ModelShape, layout: Layout, training: Training) -> None:
+    """Raise UserError if Muon is to update q, k and v as one matrix that tensor ranks repeat."""
+    joint = training.optimizer == "muon" and training.muon_qkv == "joint"
+    if joint and layout.kv_copies(model) > 1:
+        raise UserError(
+            f"muon_qkv joint updates q, k and v as one matrix, but with kv-heads({model.kv_heads}) "
+            f"and tp({layout.tp}) ranks hold k and v apart from q, as copies: use muon_qkv "
+            f"projection, or --tp {model.kv_heads}"
         )
 
 

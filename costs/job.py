@@ -21,6 +21,8 @@ import numpy as np
 from architecture import block_kinds, dispatch
 from architecture.model_stats import (
     block_parameters,
+    key_value_parameters,
+    key_value_width,
     mean_of_blocks,
     mlp_parameters,
     whole_weights,
@@ -150,10 +152,26 @@ class Job(NamedTuple):
     def parameters_here(self) -> Column:
         """The number of parameters of a block on one tensor rank, as if tp divided the norms too.
 
-        tp divides all matrices but those that make the latents of latent attention.
+        tp divides all matrices but those that make the latents of latent attention, and repeats
+        those of key/value heads that are fewer than its ranks.
         """
         whole = mean_of_blocks(self.model, whole_weights)
-        return (self.block_parameters - whole) / self.layout.tp + whole
+        keys_and_values = mean_of_blocks(self.model, key_value_parameters)
+        divided = self.block_parameters - whole
+        return divided / self.layout.tp + whole + keys_and_values * self.repeated_share
+
+    @property
+    def repeated_share(self) -> Column:
+        """What a rank has of all key/value heads beyond 1 / tp of them: with g < tp 1/g - 1/tp."""
+        return np.maximum(0.0, 1.0 / self.model.kv_heads - 1.0 / self.layout.tp)
+
+    @property
+    def repeated_columns(self) -> Column:
+        """The columns of keys and values on a rank beyond 1 / tp of all, in blocks that are alike.
+
+        They are none if tp divides the key/value heads.
+        """
+        return np.int64(np.rint(key_value_width(self.model) * self.repeated_share))
 
     @property
     def kinds(self) -> "list[tuple[float, Job]]":
@@ -227,7 +245,7 @@ class Job(NamedTuple):
         It is the greatest common divisor of cp and the key heads of a tensor rank. If it is less
         than cp, the cp ranks with the same heads gather keys and values from one another.
         """
-        return np.gcd(self.cp, self.model.kv_heads // self.layout.tp)
+        return np.gcd(self.cp, np.maximum(1, self.model.kv_heads // self.layout.tp))
 
     @property
     def tokens(self) -> Column:

@@ -250,6 +250,9 @@ def communicators(job: Job) -> tuple[Column, Column]:
     tp, pp, cp = np.greater(layout.tp, 1), np.greater(layout.pp, 1), np.greater(job.cp, 1)
     over_heads = np.greater(job.over_heads, 1)
     gathers_keys = over_heads & np.greater(job.cp, job.over_heads)
+    # Tensor ranks with the same key/value head have a group, unless they are all of them.
+    has_copies = np.greater(layout.tp, job.model.kv_heads) & bool(job.model.attention_blocks)
+    kv_copies = has_copies & (job.model.kv_heads > 1)
     experts = np.greater(job.ep, 1)
     # Experts that send one copy to a node have a group across nodes, and one within the node.
     on_nodes = np.greater(job.nodes_with_one_copy, 1)
@@ -268,6 +271,7 @@ def communicators(job: Job) -> tuple[Column, Column]:
     stage = tp & np.greater(job.shards, 1) & (job.training.optimizer == "muon")
     free = free + stage
     limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks
+    limited = limited + kv_copies
     return free, limited
 
 
@@ -320,7 +324,8 @@ def block_activations(job: Job, scores: Column) -> Column:
     experts, active = model.mlps
     computed = active * job.rows_over_mean  # MLPs that this GPU computes for each of its tokens
     f = mlp_width(job)
-    keys_and_values = 2 * model.kv_heads * model.kernel_head_size
+    repeated = job.repeated_columns  # of keys and values, beyond 1 / t of all
+    keys_and_values = 2 * model.kv_heads * model.kernel_head_size / t + repeated
     # Inputs and outputs of two norms. In a parallel block both have the same input: 3, not 4.
     outside = 3 if model.block == "parallel" else 2 * block_norms(model)
     numbers = outside * h / job.sequence_shards
@@ -332,10 +337,12 @@ def block_activations(job: Job, scores: Column) -> Column:
     elif model.is_latent:
         numbers = numbers + latent_numbers(job, scores)
     else:
-        numbers = numbers + model.qkv_width / t  # queries, keys and values
+        numbers = numbers + model.qkv_width / t + repeated  # queries, keys and values
         numbers = numbers + model.attention_width / t  # attention's result
         numbers = numbers + attention_copies(job) * model.attention_width / t
         numbers = numbers + copied_width(job) / t
+        if model.qk_norm != "none" or model.positions == "rotary":
+            numbers = numbers + repeated / 2  # its keys before the norm, or after the rotation
         # A gate is kept with queries, keys and values; its sigmoid and the result before it too.
         numbers = numbers + 3 * model.gate_width / t
     numbers = numbers + f * model.up_matrices / t  # the activation's input
@@ -350,7 +357,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
     gathered_from = job.cp // job.over_heads - 1
     gathered_from = gathered_from * attends(model)
-    numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
+    numbers = numbers + np.where(scores, gathered_from * keys_and_values, 0.0)
     kept = job.number_bytes * job.tokens * numbers + routing_bytes(job) + of_mixer
     return kept + np.where(scores, span_bytes(job), 0.0)
 

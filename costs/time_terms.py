@@ -105,10 +105,11 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     t = job.layout.tp
     h = model.hidden
     # All but the last matrix of attention are divided by outputs, or whole: with sequence
-    # parallelism a rank then multiplies a whole matrix with its own tokens only.
+    # parallelism a rank then multiplies a whole matrix with its own tokens only. Of key/value heads
+    # that are fewer than tensor ranks, several ranks compute the same.
     *inner, (_, width, _) = mixer_matrices(model) or [(0, 0, True)]
     sizes = [
-        (job.tokens, outs // t, ins, 1)
+        (job.tokens, outs // t + job.repeated_columns, ins, 1)
         if divided
         else (job.tokens // job.sequence_shards, outs, ins, 1)
         for outs, ins, divided in inner
@@ -161,8 +162,8 @@ def attention(job: Job) -> Pass:
     if not attends(model):
         return Pass(0.0, 0.0)
     layout = job.layout
-    widths = model.qkv_width + model.attention_width
-    exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes of q, k, v and results
+    widths = (model.qkv_width + model.attention_width) / layout.tp + job.repeated_columns
+    exchanged = job.number_bytes * job.tokens * widths  # bytes of q, k, v and results
     sent = op_costs.all_to_all(job.machine, job.over_heads, layout.tp, exchanged)
     sent = sent + gathered(job)
     return core_seconds(job) * (1 / job.cp) + Pass(sent, sent)
@@ -188,8 +189,8 @@ def gathered(job: Job) -> Column:
     model = job.model
     tp = job.layout.tp
     ranks = job.cp // job.over_heads
-    keys_and_values = 2 * model.kv_heads * model.kernel_head_size
-    numbers_of_rank = keys_and_values * job.tokens / tp
+    keys_and_values = 2 * model.kv_heads * model.kernel_head_size / tp + job.repeated_columns
+    numbers_of_rank = keys_and_values * job.tokens
     all_bytes = job.number_bytes * numbers_of_rank * ranks
     # An all-gather takes half as long as an all-reduce.
     return ring_seconds(job, ranks, tp * job.over_heads, all_bytes) / 2
@@ -208,7 +209,9 @@ def elementwise_bytes(job: Job) -> Pass:
     normed = h / job.sequence_shards  # numbers of a token that a norm on this rank reads
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     activation_inputs = f * model.up_matrices
-    rotated = (model.heads + model.kv_heads) * model.head_size  # width of queries and keys
+    # Widths on this rank: of keys that it has beyond 1 / t of all, and of queries and keys.
+    repeated = job.repeated_columns / 2
+    rotated = (model.heads + model.kv_heads) * model.head_size / t + repeated
     latents = model.q_lora_rank + model.kv_lora_rank
     has_attention = attends(model)
     norms = block_norms(model)  # each: a read and a write; backward reads two
@@ -217,7 +220,8 @@ def elementwise_bytes(job: Job) -> Pass:
     moved += Pass(3 * normed, 3 * normed) * sums  # residual additions: two reads and a write
     # The MLP's activation reads its inputs and writes f numbers; backward moves f numbers more.
     moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
-    moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
+    repeated_norms = repeated * (model.qk_norm != "none")
+    moved += Pass(2.0, 3.0) * (normed_width(model) / t + repeated_norms)  # of queries and keys
     if has_attention:
         moved += Pass(2.0, 3.0) * (latents / job.sequence_shards)  # norms of the latents
     if (
@@ -229,11 +233,11 @@ def elementwise_bytes(job: Job) -> Pass:
     if mixes(model):
         moved += mixer_terms.moved_numbers(job)
     if model.qkv_bias and has_attention:
-        moved += Pass(0.0, (model.qkv_width + model.gate_width) / t)
+        moved += Pass(0.0, (model.qkv_width + model.gate_width) / t + 2 * repeated)
     if has_attention:
         moved += Pass(4.0, 6.0) * (model.gate_width / t)  # the sigmoid of gates, and the products
     if model.positions == "rotary" and has_attention:
-        moved += Pass(ROTARY, ROTARY) * (rotated / t)  # rotating queries and keys
+        moved += Pass(ROTARY, ROTARY) * rotated  # rotating queries and keys
     moved += permuted(job) * (active * h / t)  # ordering rows by expert
     return moved * job.number_bytes
 

@@ -36,6 +36,7 @@ from distributed.context_parallel import (
 from distributed.mesh import Mesh
 from layers import attention_masks
 from layers.attention_masks import Mask
+from layers.repeated_heads import RepeatedHeads, rows_of_heads
 from layers.rotary import Rotary, rotate
 from parallel import (
     ColumnLinear,
@@ -230,7 +231,8 @@ class Attention(nn.Module):
 
     The matrices of q, k and v are one parameter of shape (g, a/g + 2, d, h): for each key/value
     head the rows of its a/g query heads, then of its key, then of its value. Tensor parallelism
-    splits the first dimension, so a key/value head stays with its query heads.
+    splits the first dimension, so a key/value head stays with its query heads. If there are fewer
+    key/value heads than tensor ranks, several ranks have the same one (layers/repeated_heads.py).
     """
 
     def __init__(
@@ -253,20 +255,25 @@ class Attention(nn.Module):
         self.sinks: nn.Parameter | None = None  # (a,)
         if block.sinks:
             self.sinks = factory.parameter(f"{name}.sinks", (model.heads,), dim=0)
-        self.queries = model.heads // model.kv_heads  # query heads of each key/value head
+        queries = model.heads // model.kv_heads  # query heads of each key/value head
         self.d = model.head_size
         self.recompute = recompute
         self.mesh = factory.mesh
         bias = model.qkv_bias
         # An index of dimension 0 is a key/value head: its queries, its k and its v, and its gates.
-        members = [("q", self.queries), ("k", 1), ("v", 1)]
+        members = [("q", queries), ("k", 1), ("v", 1)]
         if model.attention_gate:
-            members.append(("gate", self.queries))
+            members.append(("gate", queries))
         matrices = Matrices(parts=tuple(members), dim=1, heads=(0, 1))
         shape = (model.kv_heads, sum(count for _, count in members), self.d)
-        self.qkv = ColumnLinear(
-            factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias, matrices=matrices
-        )
+        self.qkv: nn.Module
+        made = factory, f"{name}.qkv", model.hidden, shape
+        if model.kv_heads % factory.mesh.tp.size:
+            self.qkv = RepeatedHeads(*made, bias=bias, matrices=matrices)
+        else:
+            self.qkv = ColumnLinear(*made, dim=0, bias=bias, matrices=matrices)
+        # Those of a key/value head that this rank has.
+        self.queries = queries_of_rank(model, factory.mesh)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
         # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
         rotates = block.rotary and self.norms is None
@@ -327,6 +334,11 @@ class Attention(nn.Module):
             return attend(q, k, v, mask, Group())
         mixed = attend_own_heads(q, k, v, mask, self.mesh, self.recompute)
         return to_tokens(mixed, self.mesh.heads)
+
+
+def queries_of_rank(model: ModelShape, mesh: Mesh) -> int:
+    """Return how many query heads of a key/value head a rank has: all, or its share of them."""
+    return model.heads // max(model.kv_heads, mesh.tp.size)
 
 
 def _split_heads(
@@ -437,7 +449,8 @@ class QueryKeyNorm(nn.Module):
             weight_name = f"{name}.{kind}_norm.weight"
             d = model.head_size
             if self.full:
-                return factory.parameter(weight_name, (heads, d), fill=fill, dim=0)
+                rows = rows_of_heads(heads, factory)
+                return factory.parameter(weight_name, (heads, d), fill=fill, dim=0, rows=rows)
             # Each tensor rank's gradient comes from its own heads, so the gradients are summed.
             return factory.parameter(weight_name, (d,), fill=fill, partial=True)
 
@@ -518,9 +531,10 @@ def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) ->
         return chunk_kernel(torch.empty(model.kernel_head_size, **options))
     s = model.seq_length
     parts = mesh.tp.size * mesh.heads.size  # ranks among which the heads are divided
-    qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **options)
-    queries = model.heads // model.kv_heads
+    queries = queries_of_rank(model, mesh)
     d = model.kernel_head_size
+    key_heads = model.heads // parts // queries
+    qkv = torch.empty(s, micro_batch, key_heads * (queries + 2) * d, **options)
     heads = _split_heads(qkv.requires_grad_(), queries, d, None)  # as in training
     q, k, v = (t.permute(1, 2, 0, 3) for t in heads)  # b heads s d
     k, v = heads_of_kernel(q, k, v)

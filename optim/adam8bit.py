@@ -157,8 +157,10 @@ def check_blocks(p: Any) -> None:
     spec = p.spec
     if spec.dim is None:
         return
-    is_cut = p.shape[spec.dim] < spec.shape[spec.dim]
-    run = math.prod(p.shape[spec.dim :])  # weights that are adjacent here and in the whole matrix
+    is_cut = p.shape[spec.dim] < spec.cut_shape[spec.dim]
+    # Weights that are adjacent here and in the whole matrix, in which they may begin at any row if
+    # the rows are not equal parts.
+    run = math.prod(p.shape[spec.dim + (spec.rows is not None) :])
     if is_cut and run % BLOCK:
         raise UserError(
             f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "

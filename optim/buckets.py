@@ -134,10 +134,10 @@ class ParamGroup(ABC):
         if not self.sharded:  # every replica holds these elements
             copies = self.replicas.size
             copy = self.replicas.rank
-        if spec.dim is None:  # every tensor rank holds the whole tensor
-            tp = self.mesh.tp
-            copies *= tp.size
-            copy = copy * tp.size + tp.rank
+        if spec.held_by:  # other tensor ranks hold the same rows
+            tensor_ranks = self.mesh.group(spec.held_by)
+            copies *= tensor_ranks.size
+            copy = copy * tensor_ranks.size + tensor_ranks.rank
         self._shard_fields.append((spec, shape, start, stop, *place, copies, copy))
 
     @property

@@ -221,29 +221,52 @@ class MatrixOwners:
         section, placed = self._placed(n)
         same_replica = source // self.tensor_ranks == owner // self.tensor_ranks
         same_tensor_rank = source % self.tensor_ranks == owner % self.tensor_ranks
-        cut = placed.spec.dim is not None
-        return (section.sharded or same_replica) and (cut or same_tensor_rank)
+        spec = placed.spec
+        if spec.rows is not None:  # the first of the tensor ranks with the same rows sends
+            starts = spec.rows.starts
+            tensor_rank = source % self.tensor_ranks
+            is_first = starts.index(starts[tensor_rank]) == tensor_rank
+            return (section.sharded or same_replica) and is_first
+        return (section.sharded or same_replica) and (spec.dim is not None or same_tensor_rank)
+
+    def _held(self, placed: Placed, rank: int) -> Box:
+        """Return which indices of the global tensor a rank holds, perhaps none."""
+        spec = placed.spec
+        tensor_rank = rank % self.tensor_ranks
+        if spec.rows is not None:
+            return spec.rows.box(spec.shape, spec.rows.starts[tensor_rank])
+        box = [(0, size) for size in spec.shape]
+        if spec.dim is None:
+            return tuple(box)
+        first, stop = spec.start, spec.stop
+        if self.tensor_ranks > 1:  # else all ranks of the exchange hold the same rows
+            whole = spec.shape[spec.dim]
+            rows = placed.shape[spec.dim]
+            first, stop = (
+                min(row, whole) for row in (tensor_rank * rows, (tensor_rank + 1) * rows)
+            )
+        box[spec.dim] = (first, stop)
+        return tuple(box)
+
+    def _common(self, n: int, rank: int) -> Box:
+        """Return which indices of the global tensor matrix n and a rank both have, perhaps none."""
+        _, placed = self._placed(n)
+        held = self._held(placed, rank)
+        return tuple(
+            (min(max(low, first), stop), min(max(high, first), stop))
+            for (low, high), (first, stop) in zip(self.matrices[n].box, held)
+        )
 
     def _local_box(self, n: int, rank: int) -> Box:
         """Return which indices of a rank's local parameter matrix n has, perhaps none."""
         _, placed = self._placed(n)
-        spec = placed.spec
-        box = list(self.matrices[n].box)
-        if spec.dim is not None:
-            first, stop = self._rows(placed, rank)
-            low, high = (min(max(edge, first), stop) - first for edge in box[spec.dim])
-            box[spec.dim] = (low, high)
-        return tuple(box)
-
-    def _rows(self, placed: Placed, rank: int) -> tuple[int, int]:
-        """Return the rows [first, stop) along spec.dim of the global tensor that a rank holds."""
-        spec = placed.spec
-        if self.tensor_ranks == 1:  # all ranks of the exchange hold the same rows
-            return spec.start, spec.stop
-        rows = placed.shape[spec.dim or 0]
-        first = rank % self.tensor_ranks * rows
-        whole = spec.shape[spec.dim or 0]
-        return min(first, whole), min(first + rows, whole)
+        held = self._held(placed, rank)
+        common = self._common(n, rank)
+        box = [(low - first, high - first) for (low, high), (first, _) in zip(common, held)]
+        merged = len(box) - len(placed.shape)  # dimensions that the local parameter lacks
+        if any(low == high for low, high in box[:merged]):
+            return ((0, 0),) * len(placed.shape)
+        return tuple(box[merged:])
 
     def _run(self, n: int, rank: int) -> tuple[int, int]:
         """Return which elements [i, j) of its local box of matrix n a rank has in its section."""
@@ -254,33 +277,32 @@ class MatrixOwners:
 
     def _join(self, n: int, received: dict[tuple[int, int], Tensor]) -> Tensor:
         """Return the whole matrix n, contiguous, of the parts that ranks have sent."""
-        _, placed = self._placed(n)
-        boxes = []
+        parts = []  # of the matrix's box, with their places in it
+        box = self.matrices[n].box
+        lengths = [stop - start for start, stop in box]
         for t in range(self.tensor_ranks):
             runs = [
                 received[k, n]
                 for k in range(t, self.group.size, self.tensor_ranks)
                 if (k, n) in received
             ]
-            lengths = [stop - start for start, stop in self._local_box(n, t)]
-            if runs and 0 not in lengths:  # the runs are in the order of the sections
+            common = self._common(n, t)
+            here = [stop - start for start, stop in common]
+            if runs and 0 not in here:  # the runs are in the order of the sections
                 joined = runs[0] if len(runs) == 1 else torch.cat(runs)
-                boxes.append(joined.view(lengths))
-        whole = boxes[0] if len(boxes) == 1 else torch.cat(boxes, placed.spec.dim or 0)
-        return whole.reshape(self.matrices[n].shape)
+                parts.append((common, joined.view(here)))
+        if len(parts) == 1:
+            return parts[0][1].reshape(self.matrices[n].shape)
+        whole = parts[0][1].new_empty(lengths)
+        for common, part in parts:
+            whole[_slices(_inside(common, box))] = part
+        return whole.view(self.matrices[n].shape)
 
     def _part(self, n: int, rank: int, whole: Tensor) -> Tensor:
         """Return a rank's run of matrix n, flat. whole: the matrix."""
-        _, placed = self._placed(n)
         box = self.matrices[n].box
         view = whole.view([stop - start for start, stop in box])
-        dim = placed.spec.dim
-        if dim is not None:
-            first, stop = self._rows(placed, rank)
-            low, high = (min(max(edge, first), stop) for edge in box[dim])
-            if low == high:
-                return view.new_empty(0)
-            view = view.narrow(dim, low - box[dim][0], high - low)
+        view = view[_slices(_inside(self._common(n, rank), box))]
         return view.reshape(-1)[slice(*self._runs_of_own[rank, n])]
 
 
@@ -292,6 +314,10 @@ def _matrices_in(spec: ParamSpec, place: tuple[int, int], heads: str) -> list[_M
     for name, box in spec.matrices.boxes(spec.shape, heads):
         if spec.is_expert and not spec.start <= box[0][0] < spec.stop:
             continue
+        if spec.rows is not None and not any(
+            _overlap(box, spec.rows.box(spec.shape, first)) for first in spec.rows.starts
+        ):
+            continue  # it is of another parameter, with other rows of this tensor
         *rows, columns = [stop - start for start, stop in box]
         name = f"{spec.name}:{name}" if name else spec.name
         found.append(_Matrix(place, box, name, (math.prod(rows), columns)))
@@ -337,6 +363,16 @@ def elements_before(box: Box, shape: Sequence[int], end: int) -> int:
 def _length(run: tuple[int, int]) -> int:
     """Return the number of elements of a run [i, j)."""
     return run[1] - run[0]
+
+
+def _overlap(box: Box, other: Box) -> bool:
+    """Return whether two boxes have an index in common."""
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other))
+
+
+def _inside(part: Box, box: Box) -> Box:
+    """Return a part of a box by indices that count from the box's first."""
+    return tuple((low - first, high - first) for (low, high), (first, _) in zip(part, box))
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -121,9 +121,11 @@ def differing_replicas(
         # key[0] is a parameter's ParamSpec; its gradient is reduced over the ranks with replicas.
         replicated = {key: compared[key] for key in compared if key[0].reduce_over[0] == role}
         differences += _compare(name, mesh.group(role), replicated)
-    # Tensors that are not split are compared over tp, and tied matrices over their two stages.
-    not_sharded = {key: hashes[key] for key in hashes if key[0].dim is None}
-    differences += _compare("tp", mesh.tp, not_sharded)
+    # Tensors that are not split are compared over tp, those of key/value heads that several tensor
+    # ranks have over these ranks, and tied matrices over their two stages.
+    for role, name in {"tp": "tp", "kv_copies": "the tensor ranks with the same KV head"}.items():
+        held = {key: hashes[key] for key in hashes if key[0].held_by == role}
+        differences += _compare(name, mesh.group(role), held)
     tied = {key: hashes[key] for key in hashes if key[0].tied}
     differences += _compare("tied", mesh.tied, tied)
     return differences

@@ -91,7 +91,7 @@ def weights(state: trainer.TrainState, kind: str = "weights") -> dict[str, float
         if spec.copy or shard.copy > 0:
             continue
         places = torch.full(shard.shape, -1.0, dtype=torch.float64)
-        whole = torch.arange(math.prod(spec.shape), dtype=torch.float64).view(spec.shape)
+        whole = torch.arange(math.prod(spec.shape), dtype=torch.float64).view(spec.cut_shape)
         if spec.dim is None:
             places.copy_(whole)
         else:

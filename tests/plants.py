@@ -30,7 +30,19 @@ ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
 METHODS += ("receive",)
 CHANGES = ("left out", "doubled", "scaled", "stale")
-ROLES = ("tp", "cp", "heads", "kv", "dp", "replicas", "experts", "expert_replicas", "tied", "world")
+ROLES = (
+    "tp",
+    "cp",
+    "heads",
+    "kv",
+    "kv_copies",
+    "dp",
+    "replicas",
+    "experts",
+    "expert_replicas",
+    "tied",
+    "world",
+)
 DEEPEST = 80  # frames that are searched for the layer
 BETWEEN = ("distributed/", "parallel.py")  # files that a call site passes through
 UNALTERED = ("connect", "_send.")  # first messages, and the senders' side of a broadcast

@@ -168,7 +168,7 @@ def test_a_run_says_what_it_does_not_know_and_goes_on(tmp_path):
     begun = run(code, *words, "--steps", "2")
     assert begun.status == 0, begun.err
     sentence = "+4,098 beside those that its options describe: beyond its options: "
-    sentence += "blocks.*.attention.idea_values (64, 4, 8) in 2 blocks"
+    sentence += "blocks.*.attention.idea_values (4, 64, 8) in 2 blocks"
     assert sentence in begun.out
     facts = json.loads((out / "run.json").read_text())
     assert facts["unknown"]["elements"] == 4098

@@ -64,7 +64,7 @@ class Recorder:
         # Kinds of state that an update rule makes: the average of --ema is made after it.
         self.rule_kinds = tuple(k for k in state.optimizer.state_kinds if k != EMA)
         # Step, parameter and first element of shards whose update was recorded before the end.
-        self.updates: set[tuple[int, str, int]] = set()
+        self.updates: set[tuple[int, Any, int]] = set()
         self.passes: dict[int, int] = {}  # forward passes so far in this step, by stage
         self.micro_batch: int | None = None  # None outside of a stage's forward pass
         # The tensors that this pass has recorded, and what they are called. A module's input that
@@ -297,7 +297,7 @@ class Recorder:
             return
         for shard in self.state.optimizer.owned():
             by_rule = kind == AFTER or kind in self.rule_kinds
-            if by_rule and (self.step, shard.spec.name, shard.start) in self.updates:
+            if by_rule and (self.step, shard.spec, shard.start) in self.updates:
                 continue
             if kind == GRADIENT:
                 gradients = shard.group.own_gradients()
@@ -317,7 +317,7 @@ class Recorder:
     def update_of(self, shard: Any) -> None:
         """Record the update of a shard now, and not at the end of the step."""
         self.pieces += self.pieces_of_update(shard)
-        self.updates.add((self.step, shard.spec.name, shard.start))
+        self.updates.add((self.step, shard.spec, shard.start))
 
     def _state_of(self, shard: Any, kind: str) -> Piece:
         """Return a shard's weights or a kind of its state."""
@@ -379,7 +379,7 @@ def _local_shape(module: nn.Module, tp: int) -> tuple[int, ...] | None:
 def elements_of(spec: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return the flat index in the whole tensor of each element of a local one; -1: padding."""
     local = np.full(shape, -1, np.int64)
-    whole = np.arange(int(np.prod(spec.shape)), dtype=np.int64).reshape(spec.shape)
+    whole = np.arange(int(np.prod(spec.shape)), dtype=np.int64).reshape(spec.cut_shape)
     if spec.dim is None:
         return whole.reshape(-1)
     here = [slice(None)] * len(shape)

@@ -142,7 +142,7 @@ def _rounding(
                 again = _train(state, recorder, splits, context, job, None, flip_weights)
         finally:
             state.reader.close()
-        held = {(step, name) for step, name, _ in recorder.updates}
+        held = {(step, spec.name) for step, spec, _ in recorder.updates}
         found.add(growth_of(reference, recorder.pieces), held)
         found.add(growth_of_answers(one, again), set())
     return found

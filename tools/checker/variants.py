@@ -59,6 +59,11 @@ OF_HEADS: tuple[dict[str, Any], ...] = (
     {"tp": 4, "micro_batch_size": 3, "sequence_parallel": True},
     {"tp": 4, "micro_batch_size": 3, "recompute": "selective"},
 )
+FEW_HEADS = 2  # tp 4 has each of them twice
+OF_FEW_HEADS: tuple[dict[str, Any], ...] = (
+    {"tp": 4},
+    {"tp": 4, "sequence_parallel": True, "recompute": "selective"},
+)
 MOST_RESUMED = 3  # of the layouts that a user names
 SHARE = 8  # of so many layouts that a user asks for, each variant has one
 
@@ -218,10 +223,14 @@ def _sizes(small: Config, user: Config) -> Iterator[tuple[str, Config, Sequence[
         changed = dataclasses.replace(model, seq_length=TOKENS)
         wanted = OF_TOKENS if model.experts == 1 else OF_TOKENS_OF_EXPERTS
         yield f"{TOKENS} tokens", dataclasses.replace(small, model=changed), wanted
-    if user.model.kv_heads >= KV_HEADS and model.kv_heads != KV_HEADS:
-        heads = KV_HEADS * (model.heads // model.kv_heads)
-        changed = dataclasses.replace(model, heads=heads, kv_heads=KV_HEADS)
-        yield f"{KV_HEADS} kv-heads", dataclasses.replace(small, model=changed), OF_HEADS
+    queries = model.heads // model.kv_heads
+    wanted_of = {KV_HEADS: OF_HEADS}
+    if queries > 1:  # else tensor ranks that share a key/value head have no query heads
+        wanted_of[FEW_HEADS] = OF_FEW_HEADS
+    for count, wanted in wanted_of.items():
+        if user.model.kv_heads >= count and model.kv_heads != count:
+            changed = dataclasses.replace(model, heads=count * queries, kv_heads=count)
+            yield f"{count} kv-heads", dataclasses.replace(small, model=changed), wanted
 
 
 def _is_possible(config: Config) -> bool:

@@ -23,7 +23,13 @@ import numpy as np
 from architecture.shape import ModelShape
 from base.errors import UserError
 from config.schema import Layout, Training
-from config.validation import check_batch, check_sharding, check_split, with_dp
+from config.validation import (
+    check_batch,
+    check_joint_matrices,
+    check_sharding,
+    check_split,
+    with_dp,
+)
 from costs.hardware import Machine
 from costs.job import Columns, Job
 from costs.partition_costs import blocks_of
@@ -347,6 +353,7 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
             way = replace(way, virtual_stages=count)
             try:
                 check_split(asked.model, way)
+                check_joint_matrices(asked.model, way, asked.training)
             except UserError as error:
                 refusal = refusal or error
                 continue
