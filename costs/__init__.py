@@ -10,5 +10,6 @@ muon_terms      seconds and bytes of Muon's iteration and of its exchange of mat
 partition_costs the stages of a layout, by the seconds of embedding, block and head
 auto_schedule   what --schedule auto chooses
 run_size        how much a run holds on one rank, estimated
-risk            intervals, and the probability that a layout does not fit
+distances       how far a layout is from measured runs, which widens its interval
+risk            intervals, quantiles, and the probability that a layout does not fit
 """

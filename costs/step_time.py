@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from architecture.model_stats import model_flops
-from costs import hardware, memory, memory_terms, risk, time_terms
+from costs import distances, hardware, memory, memory_terms, risk, time_terms
 from costs.job import Column, Job, mean_of_kinds, term
 from costs.memory_terms import Parts
 from costs.op_costs import Pass
@@ -28,9 +28,10 @@ from schedules.actions import Seconds
 from schedules.long_schedule import LongSchedule, long_layout
 
 # If the network's rate was not measured, a step is predicted with each of these shares of the
-# datasheet's rate: reductions over many nodes have been measured at a half to a quarter of it.
-# Layouts are compared at the last one.
-NETWORK_SHARES = (1.0, 0.25)
+# datasheet's rate. Reductions over many nodes have been measured at all of it to a quarter. If the
+# logarithm of the share is anywhere between with equal probability, four of five networks have more
+# than the last share here, at which layouts are compared.
+NETWORK_SHARES = (1.0, 1 / 3)
 
 
 class Passes(NamedTuple):
@@ -51,6 +52,7 @@ class Prediction:
 
     seconds: float
     interval: tuple[float, float]  # the step is expected between these seconds in 90 of 100 runs
+    quantile: float  # and within these in 80 of 100 (risk.BET), by which layouts are ranked
     risk: float  # the probability of running out of memory
     # Seconds by part. The parts pipeline, reduce, tied, optimizer and fixed are a step together;
     # bubble is the idle time in pipeline.
@@ -63,14 +65,10 @@ class Prediction:
     model_tflops: float  # TFLOPs per GPU by the formula megatron-2025, without recomputation
     mfu: float
     warnings: list[str]
+    far: list[str]  # what of the layout is far from measured runs, and widens the interval above
     # Seconds of a step at each of NETWORK_SHARES, or empty. They are filled in by `with_networks`
     # if several nodes exchange data and the network's rate was not measured.
     at_networks: tuple[float, ...] = ()
-
-    @property
-    def compared(self) -> float:
-        """The seconds by which layouts are ranked: at the slowest network, if none was measured."""
-        return self.at_networks[-1] if self.at_networks else self.seconds
 
 
 def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Prediction:
@@ -89,9 +87,11 @@ def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Predict
     samples = job.training.global_batch_size
     per_gpu = seconds * job.gpus  # the GPU-seconds of a step
     flops = model_flops(model, samples)
+    block = float(block_passes(job).forward.forward)
     return Prediction(
         seconds=seconds,
-        interval=risk.interval(job, seconds),
+        interval=risk.interval(job, seconds, block),
+        quantile=float(risk.quantile(job, seconds, block)),
         risk=risk.out_of_memory(machine, machine.memory - margin),
         parts=parts,
         bubble=bubble,
@@ -102,6 +102,7 @@ def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Predict
         model_tflops=flops / (per_gpu * 1e12),
         mfu=flops / (per_gpu * machine.peak),
         warnings=job.warnings,
+        far=distances.reasons(job, block, seconds),
     )
 
 
@@ -117,26 +118,26 @@ def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
     return slowed, bubble
 
 
-def with_networks(prediction: Prediction, job: Job, slowest: float | None = None) -> Prediction:
+def with_networks(
+    prediction: Prediction, job: Job, slowest: Prediction | None = None
+) -> Prediction:
     """Return the prediction, widened for a network whose rate was not measured on the cluster.
 
-    The seconds of a step at each of NETWORK_SHARES are added (`at_networks`), and the interval's
-    upper end is that of the slowest network. The prediction is returned as it is if the network was
-    measured, or if all GPUs are in one node. slowest: the seconds at the last of NETWORK_SHARES, if
-    they are known.
+    The seconds of a step at each of NETWORK_SHARES are added (`at_networks`); the interval's upper
+    end and the quantile are those at the slowest network. The prediction is returned as it is if
+    the network was measured, or if all GPUs are in one node. slowest: the prediction at the last
+    of NETWORK_SHARES, if it is known.
     """
     if job.machine.network_measured or job.gpus <= job.machine.node:
         return prediction
     if slowest is None:
         machine = hardware.at_share_of_network(job.machine, NETWORK_SHARES[-1])
-        parts, _ = _parts_of_step(job._replace(machine=machine))
-        slowest = sum(parts.values())
-    low, high = prediction.interval
-    high_at_slowest = high * slowest / prediction.seconds
+        slowest = predict(job._replace(machine=machine), prediction.memory)
     return replace(
         prediction,
-        interval=(low, high_at_slowest),
-        at_networks=(prediction.seconds, slowest),
+        interval=(prediction.interval[0], slowest.interval[1]),
+        quantile=slowest.quantile,
+        at_networks=(prediction.seconds, slowest.seconds),
     )
 
 

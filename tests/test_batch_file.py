@@ -51,7 +51,7 @@ def test_the_file_of_a_plan_asks_for_what_its_layout_needs(tmp_path):
     for option in ("--data", "--out", "--resume", "--save-every", "--steps"):
         assert words.count(option) == 1
     checked = validation.check(parse(words), 16)
-    chosen = found.data["recommended"] or found.data["ranked"][0]
+    chosen = found.data["ranked"][0]
     layout = checked.layout
     names = ("tp", "pp", "dp", "micro_batch_size", "zero", "recompute", "schedule")
     assert {name: getattr(layout, name) for name in names} == {name: chosen[name] for name in names}

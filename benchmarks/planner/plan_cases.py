@@ -143,7 +143,7 @@ def _listed(question: Question, data: dict[str, Any]) -> Iterator[str]:
     run, names = question.config, {field.name for field in fields(Layout)}
     for kind in ("ranked", "risky"):
         rows = data[kind]
-        seconds = [(row["at_networks"] or [row["seconds"]])[-1] for row in rows]
+        seconds = [row["quantile"] for row in rows]
         if seconds != sorted(seconds):
             yield f"{kind} is not in order"
         for row in rows:
@@ -216,14 +216,14 @@ def _monotone(question: Question, chance: random.Random) -> Iterator[str]:
     better["memory"] = replace(machine, memory=machine.memory * 1.3)
     name = chance.choice(sorted(better))
     after = _fastest(replace(question, machine=better[name]))
-    if after.prediction.compared > before.prediction.compared * NEAR:
+    if after.prediction.quantile > before.prediction.quantile * NEAR:
         yield f"more {name}: {after} instead of {before}"
     names = [f.name for f in fields(Layout) if getattr(before.layout, f.name) is not None]
     given = {*chance.sample(names, chance.randint(1, len(names)))} - {"dp"}
     held = {name: getattr(before.layout, name) for name in given}
     run = replace(question.config, layout=replace(question.config.layout, **held))
     same = _fastest(replace(question, config=run, given={*question.given, *given}))
-    if same.prediction.compared > before.prediction.compared * NEAR:
+    if same.prediction.quantile > before.prediction.quantile * NEAR:
         yield f"given {held}: {same} instead of {before}"
 
 
@@ -286,14 +286,13 @@ def least_of(job: Job) -> float:
 
 
 def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
-    """A layout that train.py takes, is not risky, and is faster than the first."""
+    """A layout that train.py takes, is not risky, and is a better bet than the first."""
     run, machine = question.config, question.compared_on
     full: Any = {"rampup_batch_size": None, "batch_schedule": None}
     run = replace(run, training=replace(run.training, **full))
     best = float("inf")
     if data["ranked"]:
-        first = data["ranked"][0]
-        best = (first["at_networks"] or [first["seconds"]])[-1]
+        best = data["ranked"][0]["quantile"]
     for layout in islice(space(question), MOST):
         try:
             layout = check_any_length(replace(run, layout=layout), question.gpus).layout
@@ -305,8 +304,8 @@ def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
         if memory.fullest(job).total > machine.memory:
             continue
         found = predict(job)
-        if found.risk <= question.options.risk and found.seconds * NEAR < best:
-            yield f"{' '.join(command_line.to_words(layout))}: {found.seconds} s, first {best}"
+        if found.risk <= question.options.risk and found.quantile * NEAR < best:
+            yield f"{' '.join(command_line.to_words(layout))}: {found.quantile} s, first {best}"
             return
 
 

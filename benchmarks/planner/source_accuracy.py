@@ -40,9 +40,9 @@ def predict(rows: Sequence[StatedRow], values: dict[str, float]) -> dict[str, Gu
         seconds = _seconds(row, machine)
         most = max(stage.total for stage in memory.stages(job))
         run_out = risk.out_of_memory(machine, most)
-        found[row.id] = Guess(
-            seconds, _gigabytes(row, machine), run_out, risk.interval(job, seconds)
-        )
+        block = float(step_time.block_passes(job).forward.forward)
+        interval = risk.interval(job, seconds, block)
+        found[row.id] = Guess(seconds, _gigabytes(row, machine), run_out, interval)
     return found
 
 

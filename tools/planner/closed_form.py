@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costs import memory_terms, step_time, time_terms
+from costs import memory_terms, risk, step_time, time_terms
 from costs.job import Column, Job
 from costs.memory_terms import Parts
 from costs.op_costs import Pass
@@ -232,6 +232,15 @@ class ClosedForm:
         least = pipeline + after
         slowdown = self.job.machine.slowdown
         return slowdown * likely[:, 0], slowdown * least[:, 0]
+
+    def quantile(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the quantile by which layouts are ranked, of each row's seconds: (rows,).
+
+        It grows with the seconds, so that of a lower bound it is a lower bound.
+        """
+        block = self.passes.block.forward
+        found = risk.quantile(self.job, seconds[:, None], block)
+        return np.broadcast_to(found, (len(seconds), 1))[:, 0]
 
     def _pipeline(self, recomputed: np.ndarray) -> np.ndarray:
         """Return the pipeline's seconds, without waits that the order of passes causes: (rows, 1).

@@ -48,7 +48,7 @@ NOT_VARIED = (
     "ep",  # a given one; Job.ep has the one that the planner takes if there is none
 )
 VARIED = ("micro_batch_size", "zero", "recompute", "sequence_parallel")  # columns of a Table
-# The values of these fields in all measured runs: a layout with them is called plain.
+# The values of these fields in layouts of questions that must be quick.
 PLAIN = {"schedule": "1f1b", "cp": 1}
 LONG = 4096  # cp is varied if a sample has at least this number of tokens
 
@@ -167,17 +167,6 @@ class Table:
         """Return a table that has only some of this table's rows; rows: their numbers."""
         varied = {name: getattr(self, name)[rows] for name in ("way", *VARIED)}
         return replace(self, **varied)
-
-    def is_plain(self) -> np.ndarray:
-        """Return for each row whether its layout is of the kind that real runs have measured.
-
-        Its fields then have the values in PLAIN; a field that the user has fixed may have another.
-        """
-        is_plain = np.full(len(self), True)
-        for name, value in PLAIN.items():
-            if name not in self.asked.fixed:
-                is_plain &= self.column(name)[:, 0] == value
-        return is_plain
 
     @cached_property
     def job(self) -> Job:

@@ -104,7 +104,7 @@ FLAGS = {
     "picture": Flag("draw tokens/s over memory of all layouts", str, "FILE.svg"),
     "price_per_gpu_hour": Flag("adds the cost of a billion tokens", float, "PRICE", 1e6),
     "watts_per_gpu": Flag("power of a GPU, in place of the datasheet's", float, "WATTS", 1e5),
-    "sbatch": Flag("write a Slurm batch file for the recommended layout", str, "FILE"),
+    "sbatch": Flag("write a Slurm batch file for the first layout", str, "FILE"),
     "launch": Flag("launcher of the commands: 'srun --mpi=pmix -n {ranks}'", str, "WORDS"),
 }
 

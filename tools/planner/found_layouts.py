@@ -1,12 +1,11 @@
 """Finds the answer to `plan.py layouts`: enumerated, priced and sorted, as data.
 
     found = find(question)            # a Question as in questions.py
-    found.safe[0].layout              # the fastest layout that fits
+    found.safe[0].layout              # the layout that fits and is the best bet
     as_data(found)                    # the answer of --json; layout_table.py renders it as text
 
 A layout is safe if its risk, the probability of running out of memory, is at most --risk, else
-risky. A layout is plain if real runs have measured such layouts (1F1B, without cp). A `line` is a
-layout with its prediction (layouts.Ranked).
+risky. A `line` is a layout with its prediction (layouts.Ranked).
 """
 
 import math
@@ -22,9 +21,6 @@ from tools.planner import cost, layouts
 from tools.planner.layout_commands import command, flags_text, launcher, layout_flags
 from tools.planner.questions import Question
 
-# If the predicted times of two layouts differ by less than this factor, either may be the faster:
-# predictions are 4 % off in the mean on machines on which they were fitted (docs/planning.md).
-TOLD_APART = 1.06
 # Without --network one line says which layout is the fastest at this rate: bytes/s out of a node
 # that has a single adapter of 200 Gb/s.
 ONE_ADAPTER = 25e9
@@ -47,10 +43,10 @@ class OtherNetwork:
 class FoundLayouts:
     """The layouts on the GPUs of a question.
 
-    safe, risky: the fastest first. slower: the number of further layouts that fit. plain: the
-    fastest plain layout, or empty. recommended: the plain layout to take in place of the first.
-    elsewhere: where no layout is safe, sentences on what would fit. launcher: the arguments that
-    start the ranks, empty if no layout fits.
+    safe, risky: the least quantile first. slower: the number of further layouts that fit.
+    by_median: the safe layout with the least predicted seconds, if it is not the first. elsewhere:
+    where no layout is safe, sentences on what would fit. launcher: the arguments that start the
+    ranks, empty if no layout fits.
     """
 
     question: Question
@@ -58,7 +54,7 @@ class FoundLayouts:
     risky: list[layouts.Ranked]
     rejected: list[layouts.Rejected]
     slower: int
-    recommended: layouts.Ranked | None
+    by_median: layouts.Ranked | None
     at_one_adapter: OtherNetwork | None
     elsewhere: list[str]
     launcher: list[str]
@@ -71,7 +67,7 @@ def find(question: Question) -> FoundLayouts:
     """
     options = question.options
     most = math.inf if options.json or options.picture else options.top
-    ranking = question.rank(most, plain=True)
+    ranking = question.rank(most, median=True)
     safe = [line for line in ranking.ranked if line.prediction.risk <= options.risk]
     risky = [line for line in ranking.ranked if line.prediction.risk > options.risk]
     return FoundLayouts(
@@ -80,7 +76,7 @@ def find(question: Question) -> FoundLayouts:
         risky=risky,
         rejected=ranking.rejected,
         slower=ranking.slower,
-        recommended=_recommended(safe[0], ranking.plain) if safe else None,
+        by_median=_by_median(safe, ranking.median) if safe else None,
         at_one_adapter=_at_one_adapter(question, safe) if safe else None,
         elsewhere=[] if safe else where_it_fits(question, ranking),
         launcher=launcher(question) if ranking.ranked else [],
@@ -105,9 +101,9 @@ def as_data(found: FoundLayouts) -> dict[str, Any]:
     if found.safe:
         data["launcher"] = found.launcher
         data["command"] = command(question, found.safe[0].layout)
-        data["recommended"] = None
-    if found.recommended:
-        data["recommended"] = _as_data(found.recommended, question)
+        data["fastest_by_median"] = None
+    if found.by_median:
+        data["fastest_by_median"] = _as_data(found.by_median, question)
     return data
 
 
@@ -142,20 +138,14 @@ def _at_one_adapter(question: Question, lines: list[layouts.Ranked]) -> OtherNet
     return OtherNetwork(best, seconds(best), seconds(lines[0]), best is lines[0])
 
 
-def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.Ranked | None:
-    """Return the plain layout to recommend instead of the first layout, or None.
+def _by_median(safe: list[layouts.Ranked], median: list[layouts.Ranked]) -> layouts.Ranked | None:
+    """Return the layout with the least predicted seconds, or None if it is the first one.
 
-    The prediction of a plain layout is more certain, because real runs have measured its kind. It
-    is recommended unless the first layout is the same, is faster by more than TOLD_APART, or is so
-    much faster at the slowest network that the plain one is not within its interval there. plain:
-    the fastest plain layout, or an empty list.
+    safe: the layouts by the quantile. median: the result of the search by seconds; the rates of the
+    network differ between the two, so a line of the table may be faster still.
     """
-    if not plain or plain[0].layout == first.layout:
-        return None
-    simple, fastest = plain[0].prediction, first.prediction
-    is_near = simple.seconds <= fastest.seconds * TOLD_APART
-    is_near = is_near and simple.compared <= fastest.interval[1]
-    return plain[0] if is_near else None
+    fastest = min([*safe, *median], key=lambda line: line.prediction.seconds)
+    return None if fastest.layout == safe[0].layout else fastest
 
 
 def where_it_fits(question: Question, answer: layouts.Ranking) -> list[str]:

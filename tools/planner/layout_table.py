@@ -1,4 +1,4 @@
-"""Answers `plan.py layouts`: a table of layouts by seconds per step, and why others cannot run.
+"""Answers `plan.py layouts`: a table of layouts, the best bet first, and why others cannot run.
 
     print(ranked_layouts(question).text)      # a Question as in questions.py
 
@@ -24,22 +24,19 @@ from tools.planner.found_layouts import (
     rampup,
 )
 from tools.planner.layout_commands import command, flags_text, stand_ins, train_arguments
-from tools.planner.questions import BILLION, MOST_SHARDED, Answer, Question, is_unmeasured
+from tools.planner.questions import BILLION, Answer, Question
 from tools.report import picture
 from tools.report.text_table import columns
 
 SHOWN_RISKY = 5  # number of risky layouts that are printed
 # By column, the value that tells the reader nothing: a column whose cells all have it is left out.
-LEFT_OUT = {"cp": "1", "ep": "1", "s/slow": "-", "ramp-up": "-"}
-FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
-NETWORK = (
-    "note: s/step assumes the network bandwidth of the datasheet; s/slow, which ranks the lines, "
-    "and 90 % assume a quarter of it; give yours as --network GB/s: the busbw of all ranks by "
-    "scripts/bench_allreduce.sh"
+LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}
+FIRST = (
+    "ranked by 80 %, the seconds that a step keeps within in four of five runs: the best bet first"
 )
-UNMEASURED = (
-    f"note: no measured row has --zero 3 over more than {MOST_SHARDED} ranks: such lines come "
-    "after all others that are within their interval"
+NETWORK = (
+    "note: s/step assumes the network bandwidth of the datasheet; 80 % and 90 % assume a third of "
+    "it; give yours as --network GB/s: the busbw of all ranks by scripts/bench_allreduce.sh"
 )
 
 
@@ -123,22 +120,20 @@ def _network_line(question: Question, other: OtherNetwork) -> str:
 
 
 def _command_lines(found: FoundLayouts) -> list[str]:
-    """Return the commands of the first layout and of the recommended one, if there is one.
+    """Return the command of the first layout, and a line on the fastest one by the median.
 
-    A line says how much speed the recommended one gives up; further lines name what a command has
-    that the user did not give.
+    Further lines name what the command has that the user did not give.
     """
     question, first = found.question, found.safe[0]
     lines = []
-    if recommended := found.recommended:
-        line = shlex.join([*found.launcher, *command(question, recommended.layout)])
-        lines += [_given_up(recommended, first, question), f"recommended: {line}"]
+    if fastest := found.by_median:
+        lines.append(_median_line(fastest, first, question))
     line = shlex.join([*found.launcher, *command(question, first.layout)])
     return [*lines, f"the first: {line}", *stand_ins(question, first.layout)]
 
 
 def _batch_file(found: FoundLayouts) -> str:
-    """Write the batch file of --sbatch for the recommended layout, or the first, and return a line.
+    """Write the batch file of --sbatch for the first layout, and return a line.
 
     Raise UserError if there is no safe layout.
     """
@@ -149,7 +144,7 @@ def _batch_file(found: FoundLayouts) -> str:
         )
     if not found.safe:
         raise UserError("--sbatch: no layout fits at --risk, so there is nothing to submit")
-    chosen = found.recommended or found.safe[0]
+    chosen = found.safe[0]
     longest = chosen.prediction.interval[1]
     words = train_arguments(question, chosen.layout)
     batch_file.write(question.options.sbatch, question.machine, question.gpus, longest, words)
@@ -183,19 +178,16 @@ def _point(prediction: Prediction) -> picture.Point:
     return fullest / BILLION, prediction.tokens_per_second
 
 
-def _given_up(recommended: layouts.Ranked, first: layouts.Ranked, question: Question) -> str:
-    """Return a line on the seconds that a user gives up with the recommended layout.
-
-    It says how much slower this layout is than the first one, and why it is recommended.
-    """
-    prediction = recommended.prediction
-    slower = beside(prediction.seconds / first.prediction.seconds)
-    slow = ""
-    if prediction.at_networks:
-        slow = f" ({beside(prediction.compared / first.prediction.compared)} on the slow network)"
+def _median_line(fastest: layouts.Ranked, first: layouts.Ranked, question: Question) -> str:
+    """Return a line on the layout with the least predicted seconds, and why it is not the first."""
+    prediction = fastest.prediction
+    less = beside(prediction.seconds / first.prediction.seconds)
+    more = beside(prediction.quantile / first.prediction.quantile)
+    why = f": {', '.join(prediction.far)}" if prediction.far else ""
     return (
-        f"{flags_text(recommended.layout, question)}: {prediction.seconds:.2f} s, {slower} than "
-        f"the first{slow}: within the prediction's error, and runs of this kind were measured"
+        f"the fastest by the median, {flags_text(fastest.layout, question)}: "
+        f"{prediction.seconds:.2f} s, {less} than the first, but one run in five takes longer than "
+        f"{prediction.quantile:.2f} s, {more}{why}"
     )
 
 
@@ -211,8 +203,8 @@ def _risky_lines(found: FoundLayouts) -> list[str]:
     safe layout with the same tp, pp and micro-batch size if there is one.
     """
     question, safe, risky = found.question, found.safe, found.risky
-    fastest_safe = safe[0].prediction.compared
-    faster = [line for line in risky if line.prediction.compared < fastest_safe]
+    first_safe = safe[0].prediction.quantile
+    faster = [line for line in risky if line.prediction.quantile < first_safe]
     if not risky:
         return []
     accepted = question.options.risk
@@ -286,7 +278,8 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "sp": "sp" if layout.sequence_parallel else "-",
         "zero": str(layout.zero),
         "s/step": f"{p.seconds:.2f}",
-        "s/slow": f"{p.compared:.2f}" if p.at_networks else "-",
+        # The seconds that a step keeps within in 80 of 100 runs, by which the lines are ranked.
+        "80 %": f"{p.quantile:.2f}",
         # How much longer a step may take: the upper end of the interval of 90 of 100 runs.
         "90 %": f"+{upper_end / p.seconds - 1:.0%}",
         "tokens/s": f"{p.tokens_per_second:,.0f}",
@@ -328,10 +321,12 @@ def _needed(reason: str) -> list[float]:
 
 
 def notes(ranked: list[layouts.Ranked]) -> list[str]:
-    """Return notes on ranked layouts: warnings about the first, the network, unmeasured kinds."""
+    """Return notes on ranked layouts: warnings about the first, what of it is far, the network."""
     lines = [f"note: {text}" for line in ranked[:1] for text in line.prediction.warnings]
+    for line in ranked[:1]:
+        if line.prediction.far:
+            what = ", ".join(line.prediction.far)
+            lines.append(f"note: the first line is far from measured runs, hence its 80 %: {what}")
     if has_networks(ranked):
         lines.append(NETWORK)
-    if any(is_unmeasured(line.layout) for line in ranked):
-        lines.append(UNMEASURED)
     return lines

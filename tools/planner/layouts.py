@@ -1,5 +1,9 @@
 """Finds the layouts of a model on some GPUs that fit, and ranks them by speed: no output.
 
+They are ranked by what one would bet on: the seconds that a step is expected to keep within in four
+of five runs (risk.quantile). Of two layouts that are predicted to be equally fast, that one comes
+first whose kind was measured. The tuner, which measures, ranks by the predicted seconds.
+
     answer = rank(Asked(model, training, machine, 384))
     answer.ranked[0].layout, answer.rejected
 
@@ -10,11 +14,12 @@ A row of the table of all layouts is a layout. A place is a tp, pp and micro-bat
 rows have the same place, and the fastest of them is ranked. A layout is without risk if its
 probability of running out of memory is at most a limit; else it is risky.
 
-Closed forms give two times for every row: its likely seconds, and a lower bound. A row is tried, by
+Closed forms give two times for every row: its likely time, and a lower bound. A row is tried, by
 simulating its schedule, only if it may be the fastest row, or if it is likely the fastest row of
 its place.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -71,13 +76,14 @@ class Ranking(NamedTuple):
 
     ranked: layouts that fit, the fastest first. rejected: layouts that cannot run, with reasons.
     slower: the number of places (with `every`: rows) that were not ranked because enough faster
-    layouts were found. plain: the fastest layout without risk among `Table.is_plain`, or nothing.
+    layouts were found. median: the layout without risk whose predicted seconds are the least, or
+    nothing.
     """
 
     ranked: list[Ranked]
     rejected: list[Rejected]
     slower: int
-    plain: list[Ranked]
+    median: list[Ranked]
 
 
 def rank(
@@ -85,26 +91,27 @@ def rank(
     refusal: Callable[[Layout], str] = lambda layout: "",
     accepted: float = risk.DEFAULT,
     most: float = math.inf,
-    plain: bool = False,
+    median: bool = False,
     every: bool = False,
 ) -> Ranking:
-    """Return the layouts on the GPUs of a question, the fastest first, and the rejected layouts.
+    """Return the layouts on the GPUs of a question, the best bet first, and the rejected layouts.
 
-    For each tp, pp and micro-batch the fastest layout without risk is ranked. Risky layouts, whose
+    For each tp, pp and micro-batch the first layout without risk is ranked. Risky layouts, whose
     probability of running out of memory is above `accepted`, are ranked if they are faster.
 
     refusal: returns the reason why a layout that fits cannot run, or "".
     most: the number of layouts without risk to rank.
-    plain: whether the answer has the fastest plain layout too.
+    median: whether the answer has the layout with the least predicted seconds too.
     every: whether to rank all layouts without risk, or if there are more than `most`, those that
-    are likely the fastest, and the first of each place that is not FAR behind.
+    are likely the fastest, and the first of each place that is not FAR behind. Then the order is
+    that of the predicted seconds.
 
     Raise UserError if the model or the ramp-up of the batch is impossible.
     """
     check_shape(asked.model)
     if asked.fixed.get("schedule") == "auto":
-        return _rank_auto(asked, refusal, accepted, most, plain)
-    return _rank_named(asked, refusal, accepted, most, plain, every)
+        return _rank_auto(asked, refusal, accepted, most, median)
+    return _rank_named(asked, refusal, accepted, most, median, every)
 
 
 def _rank_auto(
@@ -112,7 +119,7 @@ def _rank_auto(
     refusal: Callable[[Layout], str],
     accepted: float,
     most: float,
-    plain: bool,
+    median: bool,
 ) -> Ranking:
     """Return the result of `rank` with --schedule auto: ranked with 1F1B, then each with its own.
 
@@ -123,10 +130,10 @@ def _rank_auto(
         lambda layout: refusal(replace(layout, schedule="auto")),
         accepted,
         most,
-        plain,
+        median,
     )
     ranked = _with_auto(with_1f1b.ranked, asked)
-    return with_1f1b._replace(ranked=ranked, plain=_with_auto(with_1f1b.plain, asked))
+    return with_1f1b._replace(ranked=ranked, median=_with_auto(with_1f1b.median, asked))
 
 
 def _rank_named(
@@ -134,14 +141,14 @@ def _rank_named(
     refusal: Callable[[Layout], str],
     accepted: float,
     most: float,
-    plain: bool,
+    median: bool,
     every: bool = False,
 ) -> Ranking:
     """Return the result of `rank` for schedules with a name."""
     table, rejected = every_layout(asked)
     if table is None:
         return Ranking([], rejected, 0, [])
-    search = _Search(table, accepted, refusal)
+    search = _Search(table, accepted, refusal, bets=not every)
     if every:
         ranked = search.every_row(most)
     else:
@@ -149,9 +156,8 @@ def _rank_named(
         ranked = _in_order(ranked + search.risky(ranked))
     slower = len(search.left_out)
     rejected += search.rejected(every)
-    # This comes last, because `fastest` replaces `left_out`, which was read above.
-    plain_lines = search.fastest(1, table.is_plain()) if plain else []
-    return Ranking(ranked, rejected, slower, plain_lines[:1])
+    least = search.by_median().fastest(1) if median else []
+    return Ranking(ranked, rejected, slower, least[:1])
 
 
 def leanest(
@@ -165,7 +171,7 @@ def leanest(
     fastest. The arguments are those of `rank`, which finds this layout and others.
     """
     table, _ = every_layout(asked._replace(fixed=LEAN | asked.fixed))
-    return _Search(table, accepted, refusal).first() if table else None
+    return _Search(table, accepted, refusal, bets=False).first() if table else None
 
 
 def _with_auto(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
@@ -186,13 +192,18 @@ def _with_auto(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
     return _in_order(with_auto)
 
 
-def _in_order(lines: list[Ranked]) -> list[Ranked]:
-    """Return ranked layouts in the order of their predicted seconds, the fastest first."""
-    return sorted(lines, key=lambda line: line.prediction.seconds)
+def _in_order(lines: list[Ranked], bets: bool = True) -> list[Ranked]:
+    """Return ranked layouts in the order of their quantiles, or without bets of their seconds."""
+    return sorted(lines, key=lambda line: _time(line, bets))
+
+
+def _time(line: Ranked, bets: bool) -> float:
+    """Return the quantile of a layout's seconds by which it is ranked, or without bets these."""
+    return line.prediction.quantile if bets else line.prediction.seconds
 
 
 class _Row(NamedTuple):
-    """A row of the table that may fit: its number, its place, and its seconds by closed form."""
+    """A row of the table that may fit: its number, its place, and its time by closed form."""
 
     number: int
     place: int
@@ -205,10 +216,10 @@ class _Search:
 
     lines: the results of `_line`. refused: by place, the reason why a row was not ranked. taken:
     places of ranked rows without risk. left_out: the rows that may fit and were not tried because
-    enough others were found.
+    enough others were found. bets: whether a row's time is a quantile of its seconds.
     """
 
-    def __init__(self, table: Table, accepted: float, refusal: Callable[[Layout], str]):
+    def __init__(self, table: Table, accepted: float, refusal: Callable[[Layout], str], bets: bool):
         """Find the rows that may fit, and the number of blocks that each must recompute for that.
 
         accepted: the highest probability of running out of memory of a row without risk. refusal:
@@ -217,6 +228,7 @@ class _Search:
         self.table = table
         self.accepted = accepted
         self.refusal = refusal
+        self.bets = bets
         machine = table.asked.machine
         # The bytes that a rank may need, by whether risky rows are accepted: without them (False)
         # it must keep a margin, with them (True) it may fill the GPU. Further fields have the same
@@ -230,7 +242,7 @@ class _Search:
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.take_rows(self.rows)
-        # By whether risky rows are accepted, the likely and the least seconds of these rows.
+        # By whether risky rows are accepted, the likely and the least time of these rows.
         self.seconds: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
@@ -239,17 +251,24 @@ class _Search:
         self.taken = set[int]()  # places of which a row without risk was ranked
         self.left_out: list[_Row] = []  # rows that were not tried, as enough others were found
 
-    def fastest(self, most: float, among: np.ndarray | None = None) -> list[Ranked]:
+    def by_median(self) -> "_Search":
+        """Return a search of the same rows by predicted seconds, which knows what was tried."""
+        other = copy.copy(self)
+        other.bets = False
+        other.seconds, other.taken, other.left_out = {}, set(), []
+        return other
+
+    def fastest(self, most: float) -> list[Ranked]:
         """Return the fastest row without risk, and for other places their likely fastest rows.
 
-        They are at most about `most` places, in the order of speed. Rows are tried in the order of
-        their likely seconds. The other places are kept in `left_out`, for the count of slower ones.
-        among: for each row of the table, whether it counts; None: all rows count.
+        They are at most about `most` places, in the order of their time. Rows are tried in the
+        order of their likely time. The other places are kept in `left_out`, for the count of
+        slower ones.
         """
         lines: dict[int, Ranked] = {}  # by place, the fastest row that was tried
         waiting: dict[int, _Row] = {}  # by place, rows that were not tried
-        fastest = math.inf  # the seconds of the fastest row so far
-        for row in self._likely_first(False, among):
+        fastest = math.inf  # the time of the fastest row so far
+        for row in self._likely_first(False):
             may_be_first = row.least < fastest
             # A row is not tried if it cannot be the fastest, and its place has a better row or
             # enough places are ranked.
@@ -259,16 +278,16 @@ class _Search:
             line = self._line(row, risky=False)
             if line is None:
                 continue
-            seconds = line.prediction.seconds
-            fastest = min(fastest, seconds)
-            if row.place not in lines or seconds < lines[row.place].prediction.seconds:
+            time = _time(line, self.bets)
+            fastest = min(fastest, time)
+            if row.place not in lines or time < _time(lines[row.place], self.bets):
                 lines[row.place] = line
         self.taken |= lines.keys()
         self.left_out = [row for place, row in waiting.items() if place not in lines]
-        return _in_order(list(lines.values()))
+        return _in_order(list(lines.values()), self.bets)
 
     def first(self) -> Ranked | None:
-        """Return the first row without risk, in the order of likely seconds, or None."""
+        """Return the first row without risk, in the order of likely time, or None."""
         lines = (self._line(row, risky=False) for row in self._likely_first(False))
         return next((line for line in lines if line), None)
 
@@ -276,21 +295,21 @@ class _Search:
         """Return the fastest risky row of each place, if it is faster than all rows without risk.
 
         safe: the rows without risk, the fastest first. A row is tried only if its lower bound is
-        below the seconds that it must beat.
+        below the time that it must beat.
         """
         lines: dict[int, Ranked] = {}
         # `room` has the bytes that a risky row may need (True), and a row without risk (False). If
         # they are equal, a row that fits is without risk.
         if self.room[True] <= self.room[False]:
             return []
-        fastest = safe[0].prediction.seconds if safe else math.inf
+        fastest = _time(safe[0], self.bets) if safe else math.inf
         for row in self._likely_first(True):
-            limit = fastest  # the seconds to beat: of the safe rows, or of this place's risky row
+            limit = fastest  # the time to beat: of the safe rows, or of this place's risky row
             if row.place in lines:
-                limit = lines[row.place].prediction.seconds
+                limit = _time(lines[row.place], self.bets)
             if row.least < limit:
                 line = self._line(row, risky=True)
-                if line and line.prediction.seconds < limit:
+                if line and _time(line, self.bets) < limit:
                     lines[row.place] = line
         return list(lines.values())
 
@@ -309,22 +328,21 @@ class _Search:
             elif line := self._line(row, risky=False):
                 lines.append(line)
                 self.taken.add(row.place)
-        return _in_order(lines)
+        return _in_order(lines, self.bets)
 
-    def _likely_first(self, risky: bool, among: np.ndarray | None = None) -> Iterator[_Row]:
+    def _likely_first(self, risky: bool) -> Iterator[_Row]:
         """Yield the rows that may fit, the likely fastest first.
 
-        risky: whether rows that fit only with a risk are included. among: for each row of the
-        table, whether it counts; None: all rows count. `self.rows` has the numbers of the rows that
-        may fit; `fits` and the closed forms have an entry for each of them.
+        risky: whether rows that fit only with a risk are included. `self.rows` has the numbers of
+        the rows that may fit; `fits` and the closed forms have an entry for each of them.
         """
-        counts = self.fits[risky]
-        if among is not None:
-            counts = counts & among[self.rows]
         if risky not in self.seconds:
-            self.seconds[risky] = self.closed.seconds(self.recomputed[risky][self.rows])
+            times = self.closed.seconds(self.recomputed[risky][self.rows])
+            if self.bets:
+                times = self.closed.quantile(times[0]), self.closed.quantile(times[1])
+            self.seconds[risky] = times
         likely, least = self.seconds[risky]
-        order = np.flatnonzero(counts)
+        order = np.flatnonzero(self.fits[risky])
         order = order[np.argsort(likely[order], kind="stable")]
         columns = self.rows, self.table.place[self.rows], likely, least
         return map(_Row._make, zip(*(column[order].tolist() for column in columns), strict=True))

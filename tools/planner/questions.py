@@ -30,8 +30,6 @@ from tools.planner.program import Program
 BATCH = 2048  # the global batch size if none is given: all published runs of 200B models have it
 # The options of a ramp-up of the batch, as None: a run with them has the full batch in every step.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
-# The most ranks over which --zero 3 shards weights in a measured row (benchmarks/data/public).
-MOST_SHARDED = 512
 SEARCHED = ("layouts", "days")  # questions for which all schedules and numbers of blocks are tried
 BILLION = 1e9  # a billion parameters, and the bytes of a gigabyte
 
@@ -98,14 +96,14 @@ class Question:
         return hardware.at_share_of_network(machine, NETWORK_SHARES[-1])
 
     def rank(
-        self, most: float = math.inf, plain: bool = False, starts: Config | None = None
+        self, most: float = math.inf, median: bool = False, starts: Config | None = None
     ) -> layouts.Ranking:
-        """Return the fastest layouts on the question's GPUs, and the layouts that cannot run.
+        """Return the best layouts on the question's GPUs, and the layouts that cannot run.
 
         Layout options that the user gave are fixed, and a layout is ranked only if train.py's own
-        checks accept it. most: the number of layouts to rank. plain: whether the answer also has
-        the fastest layout of the kind that real runs have measured (enumeration.PLAIN). starts: a
-        start of the run, all of whose batch sizes a layout must run; None: the full batch alone.
+        checks accept it. most: the number of layouts to rank. median: whether the answer also has
+        the layout whose predicted seconds are the least. starts: a start of the run, all of whose
+        batch sizes a layout must run; None: the full batch alone.
         """
         run = self.config
         fixed = {one.name: getattr(run.layout, one.name) for one in fields(schema.Layout)}
@@ -118,17 +116,17 @@ class Question:
         machine = self.machine
         refusal = self._refusal(run.model, self.gpus, starts)
         asked = Asked(run.model, run.training, self.compared_on, self.gpus, fixed)
-        found = layouts.rank(asked, refusal, self.options.risk, most, plain)
+        found = layouts.rank(asked, refusal, self.options.risk, most, median)
         if self.compared_on == machine:
             return found
 
         def at_networks(line: layouts.Ranked) -> layouts.Ranked:
             job = Job(run.model, line.priced, run.training, machine)
             prediction = predict(job, line.prediction.memory)
-            return line._replace(prediction=with_networks(prediction, job, line.prediction.seconds))
+            return line._replace(prediction=with_networks(prediction, job, line.prediction))
 
-        ranked = _measured_first(list(map(at_networks, found.ranked)))
-        return found._replace(ranked=ranked, plain=list(map(at_networks, found.plain)))
+        ranked = list(map(at_networks, found.ranked))
+        return found._replace(ranked=ranked, median=list(map(at_networks, found.median)))
 
     def fewest_nodes(self) -> tuple[int, layouts.Ranked]:
         """Return the fewest full nodes that hold the question's model, and a layout for them.
@@ -190,28 +188,6 @@ class Question:
         if self.program and (reason := self.program.refusal(run, run.layout)):
             raise UserError(reason)
         return Job(run.model, run.layout, run.training, self.machine)
-
-
-def is_unmeasured(layout: schema.Layout) -> bool:
-    """Return whether no row that the planner is compared with is of a layout's kind.
-
-    These are layouts whose weights are sharded over more ranks than in any measured row.
-    """
-    return layout.zero == 3 and (layout.dp or 1) * layout.cp > MOST_SHARDED
-
-
-def _measured_first(lines: list[layouts.Ranked]) -> list[layouts.Ranked]:
-    """Return ranked lines with those of an unmeasured kind moved back: see `is_unmeasured`.
-
-    Such a line comes after every line of a measured kind that is within its interval, because the
-    prediction does not tell them apart.
-    """
-    found = [line for line in lines if not is_unmeasured(line.layout)]
-    for line in filter(lambda line: is_unmeasured(line.layout), lines):
-        highest = line.prediction.interval[1]
-        place = sum(other.prediction.compared <= highest for other in found)
-        found.insert(place, line)
-    return found
 
 
 def flags(layout: schema.Layout) -> list[str]:

@@ -94,7 +94,7 @@ def shapes(question: Question) -> Answer:
     names = ",".join(_name(shape.model) for shape in ranked[:3])
     text = [
         f"{len(found)} shapes of {size / BILLION:.2f} B parameters, the fastest of them on {where}",
-        f"{question.batch}; beside: s/slow at equal parameters, beside the first line's",
+        f"{question.batch}; beside: 80 % at equal parameters, beside the first line's",
         *columns(rows, ("why",)),
         f"measure them: {as_typed('python tune.py')} --try model={names} ...",
     ]
@@ -237,7 +237,7 @@ def _shape(question: Question, model: ModelShape, line: layouts.Ranked) -> Shape
     waves = waves_of(job, *worst[2])
     share = worst[0] / max(taken, 1e-30)
     reasons = _reasons(job, worst[1], worst[2], share, waves)
-    per_token = line.prediction.compared / (
+    per_token = line.prediction.quantile / (
         question.config.training.global_batch_size * model.seq_length
     )
     return Shape(
@@ -301,7 +301,7 @@ def _reasons(
 
 HEADS = [
     *("hidden", "blocks", "heads", "head", "MLP", "params", "tp", "pp", "mbs", "products"),
-    *("waves", "attn", "s/step", "s/slow", "beside", "GB", "why"),
+    *("waves", "attn", "s/step", "80 %", "beside", "GB", "why"),
 ]
 
 
@@ -322,7 +322,7 @@ def _row(shape: Shape, first: Shape) -> list[str]:
         f"{shape.waves.number} {shape.waves.filled:.0%}",
         f"{shape.attention:.0%}",
         f"{p.seconds:.2f}",
-        f"{p.compared:.2f}",
+        f"{p.quantile:.2f}",
         f"{shape.per_parameter / first.per_parameter - 1:+.1%}",
         f"{max(stage.total for stage in p.memory) / BILLION:.0f}",
         "; ".join(shape.reasons),
