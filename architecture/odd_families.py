@@ -410,12 +410,18 @@ class OlmoHybrid(Hybrid):
         return fields
 
 
-def check_steps(config: dict[str, Any], lacks: list[str]) -> None:
-    """Add a sentence to `lacks` if Mamba-2's steps have other limits than 0 and infinity."""
+INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
+
+
+def least_step(config: dict[str, Any], lacks: list[str]) -> float:
+    """Return the least step of Mamba-2. lacks: receives a sentence if there is a largest one."""
     limits = config.get("time_step_limit", [0.0, math.inf])
-    # transformers 5 writes infinity as an object.
-    if limits not in ([0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]):
-        lacks.append(f"time_step_limit is {limits!a:.80}; here it is 0 and infinity")
+    if isinstance(limits, (list, tuple)) and len(limits) == 2:
+        least, most = limits
+        if type(least) in (int, float) and 0 <= least < math.inf and most in (math.inf, INFINITY):
+            return float(least)
+    lacks.append(f"time_step_limit is {limits!a:.80}; here the second is infinity")
+    return 0.0
 
 
 class Mamba(Hybrid):
@@ -456,7 +462,8 @@ class Mamba(Hybrid):
     ) -> dict[str, Any]:
         """Return the mixer, its blocks and sizes."""
         found = super().read(config, options, lacks)
-        self.check(config, options, found, lacks)
+        if "mixer" in found:
+            self.check(config, options, found, lacks)
         return found
 
     def check(
@@ -466,8 +473,8 @@ class Mamba(Hybrid):
         found: dict[str, Any],
         lacks: list[str],
     ) -> None:
-        """Add sentences to `lacks` on steps and widths that are not here. found: the mixer's."""
-        check_steps(config, lacks)
+        """Add the least step to what was found, and sentences to `lacks` on what is not here."""
+        found["mixer_step_min"] = least_step(config, lacks)
         heads, size = found.get("mixer_value_heads"), found.get("mixer_value_size")
         columns = self.columns(config, options)
         if type(heads) is int and type(size) is int and heads * size != columns:
@@ -479,7 +486,9 @@ class Mamba(Hybrid):
     def write_sizes(self, model: ModelShape) -> dict[str, Any]:
         """Return the sizes, and the columns over the hidden size."""
         columns = model.mixer_value_heads * model.mixer_value_size
-        return super().write_sizes(model) | {"mamba_expand": max(1, columns // model.hidden)}
+        sizes = super().write_sizes(model) | {"mamba_expand": max(1, columns // model.hidden)}
+        steps = {"time_step_limit": [model.mixer_step_min, INFINITY]}
+        return sizes | (steps if model.mixer_step_min else {})
 
 
 class Bamba(Mamba):
@@ -664,7 +673,8 @@ class NemotronH(Hybrid):
     names: ClassVar[tuple[str, ...]] = (
         *("layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers"),
         *("conv_kernel", "use_conv_bias", "n_groups", "ssm_state_size", "mamba_num_heads"),
-        *("mamba_head_dim", "time_step_limit", "n_routed_experts", "num_local_experts"),
+        *("mamba_head_dim", "time_step_limit", "time_step_min", "n_routed_experts"),
+        "num_local_experts",
         *("num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
         *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
     )
@@ -677,6 +687,7 @@ class NemotronH(Hybrid):
         "mixer_key_size": ("ssm_state_size", 128),
         "mixer_value_heads": ("mamba_num_heads", 128),
         "mixer_value_size": ("mamba_head_dim", 64),
+        "mixer_step_min": ("time_step_min", 0.001),
     }
     letters: ClassVar = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     experts: ClassVar = {
@@ -714,7 +725,7 @@ class NemotronH(Hybrid):
     ) -> dict[str, Any]:
         """Return the blocks, the mixer and its sizes, and the experts if there are any."""
         pattern = self.pattern(config, lacks)
-        check_steps(config, lacks)
+        least_step(config, lacks)  # which transformers does not read, but other programs do
         if pattern and "M" not in pattern:
             lacks.append("layers_block_type has no linear_attention; here some blocks have it")
         if "M" not in pattern:

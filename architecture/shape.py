@@ -305,6 +305,14 @@ class ModelShape:
         file_only=True,
         example=1e-3,
     )
+    mixer_step_min: float = option(
+        0.0,
+        "the least step of a token in Mamba-2, as transformers' Nemotron-H has it; 0: none",
+        minimum=0.0,
+        needs=Needs(("mixer",), ("mamba2",), is_key=True),
+        file_only=True,
+        example=0.7,
+    )
     mixer_norm: bool = option(
         True,
         "an RMSNorm of the mixer's results, over the values of a group",

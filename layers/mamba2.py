@@ -4,9 +4,9 @@
                 --keys-> of each group b | c, --convolution, SiLU--> keys | queries of its heads
     S <- exp(-exp(a_log) dt) S + b (dt x)^T,  y = S^T c + d x, --times SiLU(z), RMSNorm--> out
 
-dt is softplus(dt + dt_bias). There are a heads of r values and g groups, whose keys and queries, of
-p columns, a/g heads share; the norm is over all values of a group. In the options the groups are
-the key heads of the mixer, and the heads the value heads.
+dt is softplus(dt + dt_bias), at least mixer_step_min. There are a heads of r values and g groups,
+whose keys and queries, of p columns, a/g heads share; the norm is over all values of a group. In
+the options the groups are the key heads of the mixer, and the heads the value heads.
 
 Tensor parallelism divides the heads, with all that is of a head. It divides the groups if it can.
 With fewer groups than tensor ranks each rank has the keys' matrix and its taps whole, and computes
@@ -41,6 +41,7 @@ class Mamba2(RecurrentMixer):
         self.eps = model.mixer_norm_eps or model.norm_eps
         h, heads, groups = model.hidden, model.mixer_value_heads, model.mixer_key_heads
         self.groups = groups
+        self.step_min = model.mixer_step_min
         self.repeats = groups % tp.size > 0  # whether tensor ranks have groups in common
         # The group of this rank's heads, if tensor ranks have it in common.
         self.group = tp.rank * groups // tp.size
@@ -133,6 +134,8 @@ class Mamba2(RecurrentMixer):
         x = x.unflatten(-1, (heads, r))
         b, c = b_c.unflatten(-1, (groups, 2 * p)).split([p, p], -1)
         dt = F.softplus(exact(of_heads[..., -1]) + exact(dt_bias))  # s b a
+        if self.step_min:
+            dt = dt.clamp(min=self.step_min)
         decay = -exact(a_log).exp() * dt
         values = x * dt[..., None]
         mixed, state = linear_recurrence(

@@ -136,7 +136,8 @@ CASES = {
     | {"pad_token_id": None, "num_hidden_layers": 3, "linear_allow_neg_eigval": False}
     | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
     | {"tie_word_embeddings": True},
-    "bamba": MAMBA | {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    "bamba": MAMBA
+    | {"attn_layer_indices": [1], "mamba_n_groups": 2, "time_step_limit": [1.25, float("inf")]},
     "bamba rotary": MAMBA
     | {"attn_layer_indices": [2], "mamba_conv_bias": False, "tie_word_embeddings": True}
     | {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.25}, "head_dim": 16},
@@ -175,7 +176,8 @@ CASES = {
     "nemotron_h experts": NEMOTRON
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5, "n_group": 4}
-    | {"topk_group": 2, "use_conv_bias": False, "hybrid_override_pattern": "MEM*E-", "head_dim": 8},
+    | {"topk_group": 2, "use_conv_bias": False, "hybrid_override_pattern": "MEM*E-", "head_dim": 8}
+    | {"time_step_min": 1.25},
     "mistral": LLAMA | {"sliding_window": S, "head_dim": 10},
     "mistral window": LLAMA | {"sliding_window": 9, "head_dim": 10},
     "ministral": LLAMA | {"head_dim": 10, "sliding_window": 9, "layer_types": [FULL, LOCAL]},
@@ -529,7 +531,7 @@ def test_a_hybrid_that_is_no_olmo_hybrid_says_what_it_needs(changes, needed):
         ("olmo_hybrid", {"layer_types": ["linear_attention"] * 4}, "layer_types has one type"),
         ("granite", {"mlp_bias": True}, "mlp_bias is True; here it is False"),
         ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias is True; here it is False"),
-        ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is [0.0, 0.1]; here it is 0"),
+        ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is [0.0, 0.1]; here the seco"),
         ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; here, as in"),
         ("bamba", {"mamba_expand": 1}, "is not the width of all heads(48)"),
         ("granitemoehybrid", {"num_local_experts": 1}, "num_local_experts is 1; here none, or 2"),
