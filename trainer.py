@@ -59,6 +59,7 @@ from pipeline import Pipeline
 from schedules.partition import StageSpec, stage_specs
 from telemetry import log_lines, replica_check, run_time, step_stats
 from telemetry.audit import Audit
+from telemetry.expected_curve import ExpectedCurve
 from telemetry.log import Log
 from telemetry.loss_monitor import make_monitor, skip_earlier_spikes
 from telemetry.numerics_trace import NumericsTrace
@@ -441,6 +442,8 @@ class Trainer:
         observers.append(StepTimes(exchange, log))
         observers.append(StragglerCheck(self.config, log.context.nodes, log.note))
         observers.append(log)
+        if run.expect:
+            observers.append(ExpectedCurve(run.expect, run.out, log))
         observers.append(make_monitor(state, train, checkpoints, exchange, log, self.done))
         observers.append(Evaluations(state, self.splits, tasks, log, self.stats_exchange))
         if run.sample_every:

@@ -444,6 +444,11 @@ class Run:
         "steps between audits: all replicas repeat a micro-batch and compare the bits; 0: never",
         minimum=0,
     )
+    expect: str = option(
+        None,
+        "curve of losses that the run should follow: a file of plan.py ladder --write, or a run's "
+        "folder; leaving its band is a line in the log",
+    )
     spike_sigma: float = option(
         6.0,
         "record in spikes.jsonl a loss or gradient norm this many sigma above recent steps; 0: off",

@@ -11,6 +11,7 @@ step_stats      every rank's seconds and memory at the end of a step
 stragglers      ranks that compute longer than the others of their stage
 saving          which steps are saved
 loss_monitor    loss spikes, what --on-spike does about them, losses that are not finite
+expected_curve  the curve of --expect, and where the loss leaves its band
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard and Weights & Biases
 audit           replicas repeat a micro-batch and compare every product

@@ -9,6 +9,7 @@ rank 0 writes. The files of a run, in the folder --out:
                     `task`: its name, accuracy, normalised_accuracy, bits_per_byte)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
     spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py)
+    expected.jsonl  where the loss left the band of --expect (expected_curve.py)
     audits.jsonl    the audits of --audit-every (audit.py)
     trackers.json   identifier of the run in W&B, which a resumed run continues
 """
@@ -449,7 +450,14 @@ class Log(Observer):
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
         # A run must not add to the files of another run; a resumed run goes on with its own.
         # Checkpoints of another run stay where they are until this one saves.
-        kept = ["audits.jsonl", "spikes.jsonl", TRACKED_RUNS, "tensorboard", "numerics"]
+        kept = [
+            "audits.jsonl",
+            "spikes.jsonl",
+            "expected.jsonl",
+            TRACKED_RUNS,
+            "tensorboard",
+            "numerics",
+        ]
         run = self.config.past.run
         of_another_run = not self.config.run.resume or not parts.is_of(out, "", run)
         try:

@@ -71,7 +71,7 @@ ROLES = {
         "hidden: blocks.*.attention.out.weight",
     ),
     "MLP": (LLAMA, r"mlp\.down\.weight", "readout", "hidden: blocks.*.mlp.down.weight"),
-    "router": (MOE, r"mlp\.router\.weight", "hidden", "output-like: blocks.*.mlp.router.weight"),
+    "router": (MOE, r"mlp\.router\.weight", "input", "output-like: blocks.*.mlp.router.weight"),
     "shared gate": (
         MOE,
         r"shared_gate",
@@ -86,7 +86,8 @@ ROLES = {
         "qk_nope_head_dim=8 qk_rope_head_dim=8 v_head_dim=16",
         r"kv_a\.weight",
         "input",
-        "hidden: blocks.*.attention.kv_a.weight: latent",
+        "hidden: blocks.*.attention.kv_a.weight: latent, "
+        "output-like: blocks.*.attention.kv_a.weight: key",
     ),
 }
 
@@ -108,7 +109,7 @@ def test_a_wrong_rate_of_muons_matrices_is_named(monkeypatch):
 
 
 def test_a_wrong_divisor_of_the_logits_is_named():
-    accused = wrong(rows_of(f"{LLAMA} --no-tied --mup 64 --set logit_divisor=1"))
+    accused = wrong(rows_of(f"{LLAMA} --no-tied --mup 64 --set logit_divisor=3"))
     assert accused == ["output-like: head.weight"]
 
 
@@ -121,7 +122,7 @@ def test_a_wrong_scale_of_the_scores_is_named():
 
 
 def test_a_wrong_scale_of_the_residual_stream_is_named():
-    accused = wrong(rows_of(f"{LLAMA} --mup-base-layers 2 --set residual_multiplier=1", True))
+    accused = wrong(rows_of(f"{LLAMA} --mup-base-layers 2 --set residual_multiplier=0.9", True))
     names = {"attention.out.weight", "mlp.down.weight"}
     assert {*accused} == {f"residual: blocks.*.{name}" for name in names}
 
@@ -194,7 +195,7 @@ def test_no_tensor_of_a_right_model_is_accused_by_depth(words, optimizer):
 
 def test_the_command_prints_a_table_and_a_verdict_and_draws(capsys, tmp_path):
     table, picture = tmp_path / "t.txt", tmp_path / "p.png"
-    words = f"{LLAMA} --widths 32,64 --updates 2 --seeds 1 --table {table} --picture {picture}"
+    words = f"{LLAMA} --widths 32,128 --updates 2 --seeds 1 --table {table} --picture {picture}"
     assert check.main(words.split()) == 1
     printed = capsys.readouterr().out
     assert (

@@ -28,6 +28,7 @@ Exit status: 0 if every exponent is right, or if the best rate moves by one plac
 less; 1 if not; 2 a mistake.
 """
 
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -201,14 +202,21 @@ def table(rows: "Sequence[Fitted]", sizes: Sequence[int]) -> list[str]:
     """Return the lines of the sizes of tensors and their exponents."""
     names = max(len(row.name) for row in rows)
     head = " ".join(f"{size:>9d}" for size in sizes)
-    lines = [f"{'':10s} {'':{names}s} {'class':15s} {head}  exponent  should be"]
+    lines = [f"{'':10s} {'':{names}s} {'class':15s} {head}  exponent  right"]
     for row in rows:
         values = " ".join(f"{value:9.3g}" for value in row.sizes)
-        end = f"{row.exponent:+8.2f}  {row.expected:+9.1f}  {row.verdict}"
+        end = f"{row.exponent:+8.2f}  {right(row):>10s}  {row.verdict}"
         lines.append(
             f"{row.quantity:10s} {row.name:{names}s} {row.kind:15s} {values}  {end}".rstrip()
         )
     return lines
+
+
+def right(row: "Fitted") -> str:
+    """Return the exponents with which a size is right."""
+    if row.least == 0:
+        return "0"
+    return "up to 0" if math.isinf(row.least) else f"{row.least:g} to 0"
 
 
 def verdict(
@@ -229,7 +237,7 @@ def verdict(
         for row in of_kind:
             lines.append(
                 f"  {kind}: the {row.quantity} size of {row.name} {row.verdict}, as {by} to the "
-                f"power of {row.exponent:+.2f} and not {row.expected:+.1f}"
+                f"power of {row.exponent:+.2f}; right is {right(row)}"
             )
     activations = [row for row in wrong if not row.kind]
     if activations:

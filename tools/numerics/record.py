@@ -60,6 +60,17 @@ class Record:
                 rows += [row for row in _rows_in(file) if is_whole(row.get("iteration"))]
         return rows
 
+    @property
+    def left_at(self) -> int | None:
+        """The step at which the loss left the band of --expect; None if it is in it, or has none.
+
+        Raise UserError if expected.jsonl cannot be read.
+        """
+        file = self.folder / "expected.jsonl"
+        rows = _rows_in(file) if os.path.lexists(file) else []
+        rows = [row for row in rows if is_whole(row.get("iteration"))]
+        return rows[-1]["iteration"] if rows and rows[-1].get("outside") else None
+
     def last(self, name: str) -> Any:
         """Return the newest value of a column; None if no row has it."""
         for row in reversed(self.rows):

@@ -54,6 +54,8 @@ def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
             notes.append(str(error))
         else:
             rows.append(_row(record, folder))
+            if (step := record.left_at) is not None:
+                notes.append(f"{place}: the loss left the band of --expect at step {step}")
             notes += record.notes
     if not rows:
         raise UserError("; ".join([f"{folder} has no folder with a run.json to read", *notes]))
