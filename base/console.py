@@ -26,12 +26,15 @@ PROGRAM = re.compile(
     rf"(?<![\w./-])(?:python )?(?:scripts/)?({'|'.join(COMMANDS)})\.py(?![\w:/])(?!\.\w)"
 )
 
+TORCHRUN = re.compile(rf"\btorchrun (?=[^\n]*\b{PREFIX})")  # it starts Python files by itself
+
 
 def as_typed(text: str, is_installed: bool = IS_INSTALLED) -> str:
     """Return a text in which `python plan.py` is trine-plan, if Trine is an installed package."""
     if not is_installed:
         return text
-    return PROGRAM.sub(lambda found: PREFIX + found[1].replace("_", "-"), text)
+    typed = PROGRAM.sub(lambda found: PREFIX + found[1].replace("_", "-"), text)
+    return TORCHRUN.sub("torchrun --no-python ", typed)
 
 
 def is_program(word: str) -> bool:

@@ -405,6 +405,7 @@ def test_printed_commands_are_those_that_the_reader_can_type():
         "see python tune.py --help": "see trine-tune --help",
         "by scripts/prepare_data.py": "by trine-prepare-data",
         "train.py's own checks": "trine-train's own checks",
+        "torchrun -n 8 train.py": "torchrun --no-python -n 8 trine-train",
         "at train.py:246": "at train.py:246",
         "python /code/train.py": "python /code/train.py",
         "python my_train.py": "python my_train.py",
