@@ -40,7 +40,7 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,8 @@ with errors.installed():
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
-# Layouts that tell where a difference comes from, and if there are two: those of one setting.
-ENOUGH = 12
 OWN: tuple[str, ...] = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
-OWN += ("--at-once", "--cuda", "--cluster")
+OWN += ("--at-once", "--cuda", "--cluster", "--program", "--module", "--json")
 OF_TRAIN = ("--layers",)
 # Options that do not go together, and why.
 APART = {
@@ -78,9 +76,13 @@ APART = {
     ("random", "layout"): "random runs have random layouts",
     ("random", "all"): "random runs never stop early",
     ("random", "cuda"): "random runs are compared in fp64, on CPUs",
+    ("random", "json"): "random runs have a verdict each",
+    ("random", "program"): "what is drawn are runs of train.py",
+    ("random", "module"): "what is drawn are runs of train.py",
+    ("program", "module"): "a module is checked as a program of its own",
 }
 SAVED_AFTER = 1  # the step after which the resumed run is saved
-NO_VERDICT, INTERRUPTED = 3, 130  # exit statuses
+NO_VERDICT = 3  # the exit status of an error of this program
 
 
 def main(arguments: list[str]) -> int:
@@ -92,11 +94,14 @@ def main(arguments: list[str]) -> int:
         from tools.checker.cluster import main as check_cluster  # for the ranks of a launcher
 
         return check_cluster(arguments)
-    given, train_arguments = _parser().parse_known_args(arguments)
+    is_of_others = any(word.partition("=")[0] in ("--program", "--module") for word in arguments)
+    given, train_arguments = _parser(is_of_others).parse_known_args(arguments)
     for word in train_arguments:  # what is nearly one of this program's options
         if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:
             raise UserError(f"unknown argument {word!r}{near}")
     _check_options(given)
+    if is_of_others and {"-h", "--help"}.isdisjoint(train_arguments):
+        return _check_program(given, train_arguments)
     has_model = bool({"model", "config"} & _named(train_arguments))
     if given.random and not has_model:  # what is drawn says the shape; its options may be a part
         request = _request(["--model", MODEL, *train_arguments])
@@ -122,8 +127,8 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"this run has no layout but one rank, on up to {ranks} ranks")
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr)
-        print(*plan.introduction(), *(f"small: {text}" for text in lines), sep="\n", flush=True)
-        return _check(plan, given, Path(folder))
+        introduction = [*plan.introduction(), *(f"small: {text}" for text in lines)]
+        return _check(plan, given, Path(folder), introduction)
 
 
 def given_layout(request: Request) -> dict[str, Any]:
@@ -154,57 +159,100 @@ def _check_options(given: Namespace) -> None:
             raise UserError(f"give one of --{one} and --{other}: {why}")
 
 
-def _check(plan: CheckPlan, given: Namespace, folder: Path) -> int:
-    """Run the layouts, print a line for each and the verdict, and return the exit status."""
-    began = time.monotonic()
+def _check(plan: CheckPlan, given: Namespace, folder: Path, lines: Sequence[str]) -> int:
+    """Run the layouts, print a line for each and the verdict, and return the exit status.
+
+    lines: of the introduction.
+    """
     local_ranks.prepare()
     with errors.installed():
         from tools.checker.engine import Engine
-        from tools.checker.report import WIDTH, line, verdict
+        from tools.checker.report import WIDTH
+        from tools.checker.session import Session
 
-    until = began + 60.0 * given.minutes if given.minutes else float("inf")
-    at_once = given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
-    outcomes: list[Any] = []
-    status = 0
-    with Engine(plan.small, at_once, others=plan.others) as runner:
-        one = runner.begin()
-        losses = " ".join(f"{loss:.6f}" for loss in one.losses)
-        print(f"{'losses':{WIDTH}s} one rank: {losses}", flush=True)
-        for sentence in one.alone:
-            print(f"{'WRONG':{WIDTH}s} one rank: {sentence}", flush=True)
+    session = Session(given.json, given.all, given.minutes)
+    session.say(*lines)
+    with Engine(plan.small, _at_once(given), others=plan.others) as engine:
 
-        def may_begin() -> bool:
-            """Return whether another layout may begin: in time, and if there is no verdict yet."""
-            differs = any(not outcome.is_equal for outcome in outcomes) or one.alone
-            has_verdict = differs and len(outcomes) >= ENOUGH and not given.all
-            return not has_verdict and time.monotonic() < until
+        def notes() -> Iterator[str]:
+            """Yield a line on the variants that do not run, which the run of one rank has shown."""
+            names = [each.name for each in plan.others if each not in engine.others]
+            if names:
+                why = "rounding decides updates, in 16 bits more of them"
+                yield f"{'not run':{WIDTH}s} {', '.join(names)}: {why}"
 
-        if names := ", ".join(
-            variant.name for variant in plan.others if variant not in runner.others
-        ):
-            print(
-                f"{'not run':{WIDTH}s} {names}: rounding decides updates, in 16 bits more of them"
-            )
+        return session.judge(
+            engine,
+            lambda may_begin: _outcomes(engine, plan, folder, may_begin),
+            len(plan.every),
+            {"program": "trine"},
+            notes,
+        )
 
-        try:
-            for outcome in _outcomes(runner, plan, folder, may_begin):
-                outcomes.append(outcome)
-                print(line(outcome), flush=True)
-        except KeyboardInterrupt:
-            status = INTERRUPTED
-            print("interrupted; what has run until then:")
-        wrong = [outcome for outcome in outcomes if not outcome.is_equal]
-        trained = [outcome for outcome in outcomes if outcome.resumed_from is None]
-        left = len(plan.every) - len(trained)
-        seconds = time.monotonic() - began
-        said = verdict(runner.reference, outcomes, left, seconds, runner.reference_of)
-        for text in said if outcomes else ():
-            print(text)
-        if len(trained) == len(outcomes):
-            print("not checked: a resume")
-        for sentence in one.alone:
-            print(f"WRONG on one rank too: {sentence}")
-        return status or int(bool(one.alone) or bool(wrong))
+
+def _at_once(given: Namespace) -> int:
+    """Return how many layouts run at the same time."""
+    return given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
+
+
+def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
+    """Check the program or the module of a user's file; print the verdict, return the exit status.
+
+    arguments: those that are none of this program's options, which must be none.
+    """
+    from tools.checker.programs import read_program
+
+    if arguments:
+        what = "--program" if given.program else "--module"
+        raise UserError(
+            f"unknown argument {arguments[0]!r}: {what} takes none of train.py's options"
+        )
+    changed = dict(_pair(text) for text in given.set or ())
+    local_ranks.prepare()
+    with errors.installed():
+        from tools.checker.program_engine import ProgramEngine
+        from tools.checker.session import Session
+
+    program = read_program(Path(given.program), changed)
+    ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
+    layouts = program.chosen(given.layout or (), ranks)[: given.layouts]
+    if not layouts:
+        raise UserError(f"{program.path.name} has no layout but one rank, on up to {ranks} ranks")
+    session = Session(given.json, given.all, given.minutes)
+    left_out = [x.name for x in program.layouts[1:] if x.ranks > ranks and not given.layout]
+    session.say(*_introduction(program.path.name, layouts, left_out, ranks))
+    with (
+        ProgramEngine(program, layouts, _at_once(given), on_gpus=given.cuda) as engine,
+        tempfile.TemporaryDirectory(prefix="trine-check-") as folder,
+    ):
+
+        def outcomes(may_begin: Callable[[], bool]) -> Iterator[Any]:
+            """Yield what comes of the layouts, and then of runs that load what another saved."""
+            yield from engine.run(may_begin)
+            if may_begin():
+                yield from engine.resume(Path(folder))
+
+        about = {"program": str(program.path)}
+        return session.judge(engine, outcomes, len(layouts), about, engine.notes)
+
+
+def _introduction(
+    name: str, layouts: Sequence[Any], left_out: Sequence[str], ranks: int
+) -> Iterator[str]:
+    """Yield the first lines of a check of another program."""
+    number = f"{len(layouts)} layouts" if len(layouts) > 1 else "1 layout"
+    most = max(layout.ranks for layout in layouts)
+    yield f"{name}: {number} of up to {most} ranks, each against one rank"
+    if left_out:
+        yield f"not run, of more than {ranks} ranks: {', '.join(left_out)}"
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Return the name and the value of --set."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--set is NAME=VALUE, such as parallel_output=False, not {text!r}")
+    return name, value
 
 
 def _outcomes(
@@ -241,7 +289,7 @@ def _check_random(given: Namespace, ranks: int, request: Request, arguments: lis
         from tools.checker.report import line, verdict
 
     began = time.monotonic()
-    at_once = given.at_once or max(2, len(allowed_cores()) // 2)
+    at_once = _at_once(given)
     runs, wrong, ran = 0, 0, 0
     for number in range(given.random):
         if given.minutes and time.monotonic() - began > 60.0 * given.minutes:
@@ -261,6 +309,15 @@ def _check_random(given: Namespace, ranks: int, request: Request, arguments: lis
         runs, ran, wrong = runs + 1, ran + len(outcomes), wrong + bool(differs)
         print(f"{runs} runs, {ran} layouts, {wrong} runs differ", flush=True)
     return int(wrong > 0)
+
+
+def _say_no_verdict(status: int, text: str) -> None:
+    """With --json, print the object of a check that has no verdict."""
+    if "--json" not in sys.argv:
+        return
+    from tools.checker.session import print_json
+
+    print_json({"status": status, "verdict": "none", "error": text})
 
 
 def _named(arguments: list[str]) -> set[str]:
@@ -289,8 +346,11 @@ def _request(arguments: list[str]) -> Request:
     return parse_request(arguments, __doc__ or "", defaults)
 
 
-def _parser() -> Parser:
-    """Return the parser of the options that are not train.py's; --help is that of train.py."""
+def _parser(is_of_others: bool = False) -> Parser:
+    """Return the parser of the options that are not train.py's; --help is that of train.py.
+
+    is_of_others: whether another program is checked, of which --set changes names.
+    """
     parser = Parser("check.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--layouts", type=int, metavar="N")
     parser.add_argument("--layout", action="append", metavar="TEXT")
@@ -300,13 +360,23 @@ def _parser() -> Parser:
     parser.add_argument("--random", type=int, metavar="N")
     parser.add_argument("--at-once", type=int, metavar="N")
     parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--program", metavar="FILE")
+    parser.add_argument("--module", metavar="FILE:CLASS")
+    if is_of_others:
+        parser.add_argument("--set", action="append", metavar="NAME=VALUE")
     return parser
 
 
 if __name__ == "__main__":
     try:
         with errors.sentences():
-            sys.exit(main(sys.argv[1:]))
-    except Exception:  # an error of this program is no verdict on the code that it checks
+            try:
+                sys.exit(main(sys.argv[1:]))
+            except UserError as mistake:
+                _say_no_verdict(mistake.status, str(mistake))
+                raise
+    except Exception as error:  # an error of this program is no verdict on the code that it checks
         traceback.print_exc()
+        _say_no_verdict(NO_VERDICT, f"{type(error).__name__}: {error}")
         sys.exit(NO_VERDICT)

@@ -9,6 +9,7 @@ An explanation is tried on the values: if the ranks of tp hold terms whose sum i
 then their sum was left out.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ import numpy as np
 
 from config.schema import Layout
 from tools.checker.compare import Difference, Reference, TensorPart
+from tools.checker.layouts import AnyLayout, axes_of
+from tools.checker.programs import ProgramLayout
 from tools.checker.recorder import AFTER, GRADIENT, IN_USE, Key, without_call
 
 CLOSE = 1e-6  # an explanation fits if no element is farther off, relative to the largest one
@@ -68,9 +71,11 @@ def title(key: Key) -> str:
     return f"the optimizer's {kind} of {name}"
 
 
-def operations(reference: Reference, key: Key, layout: Layout) -> str:
+def operations(reference: Reference, key: Key, layout: AnyLayout) -> str:
     """Return the operations between a tensor and those that it is computed from, for a layout."""
     step, kind, name = key
+    if isinstance(layout, ProgramLayout):
+        return _of_program(key, layout)
     if kind == "number":
         return WORDS["number"].get(name, WORDS["number"]["other"])
     words = WORDS["parameter"]
@@ -92,6 +97,19 @@ def operations(reference: Reference, key: Key, layout: Layout) -> str:
         is_read = name in ("tokens", "labels")
         return _for(text + ("" if is_read else "{zero3:, ZeRO's gather of the weights}"), layout)
     return words["state"]
+
+
+def _of_program(key: Key, layout: ProgramLayout) -> str:
+    """Return what computes a tensor of a program whose modules are not known."""
+    step, kind, name = key
+    words = WORDS["program"]
+    what = name if kind == "number" else kind
+    if kind == AFTER and step == 0:
+        what = "drawn"
+    text: str = words.get(what, words["state"])
+    axes = " and ".join(layout.axes)
+    text = re.sub(r"\{axes:([^{}]*)\}", lambda match: match[1] if axes else "", text)
+    return text.replace("NAME", name).replace("AXES", axes)
 
 
 def _use(reference: Reference, key: Key) -> str:
@@ -160,7 +178,7 @@ def _for(text: str, layout: Layout) -> str:
 # ---- Explanations of the values ------------------------------------------------------------------
 
 
-def explanations(reference: Reference, difference: Difference, layout: Layout) -> list[str]:
+def explanations(reference: Reference, difference: Difference, layout: AnyLayout) -> list[str]:
     """Return the explanations that fit the first tensor that differs, the best first."""
     wrong = difference.wrong
     if not wrong:
@@ -171,6 +189,7 @@ def explanations(reference: Reference, difference: Difference, layout: Layout) -
     for explain in (
         _missing_sums,
         _repeated_terms,
+        _counted_again,
         _wrong_factors,
         _stale_steps,
         _wrong_vectors,
@@ -188,11 +207,10 @@ def _fits(values: np.ndarray, expected: np.ndarray, scale: float) -> bool:
     return values.shape == expected.shape and bool(np.abs(values - expected).max() <= CLOSE * scale)
 
 
-def _missing_sums(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _missing_sums(reference: Reference, difference: Difference, layout: AnyLayout) -> Iterator[str]:
     """The ranks along an axis hold terms of the sum, or the sum counts something several times."""
-    for axis in ("tp", "cp", "dp", "pp"):
-        size = getattr(layout, axis) or 1
-        groups = _groups(difference, axis) if size > 1 else []
+    for axis, size in axes_of(layout).items():
+        groups = _groups(difference, axis)
         sums = [(np.sum([p.piece.values for p in g], 0), g[0].expected) for g in groups]
         if not sums:
             continue
@@ -209,6 +227,8 @@ def _missing_sums(reference: Reference, difference: Difference, layout: Layout) 
 def _groups(difference: Difference, axis: str) -> list[list[TensorPart]]:
     """Return the parts of ranks that differ along an axis only and should be equal."""
     found: dict[tuple, list[TensorPart]] = {}
+    if not all(axis in part.place for part in difference.parts):
+        return []
     for part in difference.parts:
         others = tuple(p for name, p in part.place.items() if name != axis)
         where = tuple(place.tobytes() for place in part.piece.place)
@@ -227,7 +247,9 @@ def _groups(difference: Difference, axis: str) -> list[list[TensorPart]]:
     return wrong if len(alike) == len(groups) else []
 
 
-def _wrong_factors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_factors(
+    reference: Reference, difference: Difference, layout: AnyLayout
+) -> Iterator[str]:
     """All values are one rank's times a number."""
     values = np.concatenate([p.piece.values.ravel() for p in difference.wrong]).astype(float)
     expected = np.concatenate([p.expected.ravel() for p in difference.wrong]).astype(float)
@@ -241,8 +263,7 @@ def _wrong_factors(reference: Reference, difference: Difference, layout: Layout)
         return
     if not np.abs(values - factor * expected).max() <= CLOSE * largest:
         return
-    sizes = {axis: getattr(layout, axis) or 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
-    along = {size: axis for axis, size in reversed(sizes.items()) if size > 1}
+    along = {size: axis for axis, size in reversed(axes_of(layout).items())}
     for size, axis in along.items():
         if abs(factor - size) < CLOSE * size:
             yield (
@@ -262,7 +283,22 @@ def _wrong_factors(reference: Reference, difference: Difference, layout: Layout)
         yield f"{factor:.6g} times one rank's"
 
 
-def _stale_steps(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _counted_again(
+    reference: Reference, difference: Difference, layout: AnyLayout
+) -> Iterator[str]:
+    """The loss is too high by the logarithm of an axis: its softmax sums all of it again."""
+    if difference.key[1:] != ("number", "loss"):
+        return
+    off = float(np.mean([(p.piece.values - p.expected).mean() for p in difference.wrong]))
+    for axis, size in axes_of(layout).items():
+        if abs(off - math.log(size)) < 1e-4:
+            yield (
+                f"one rank's + ln {size}: as if the softmax summed each logit {size} times, as "
+                f"where logits that were gathered over {axis} are summed over {axis}"
+            )
+
+
+def _stale_steps(reference: Reference, difference: Difference, layout: AnyLayout) -> Iterator[str]:
     """The values are those of the step before, or have them in them.
 
     Weights always have, and an update that decays them otherwise is off by a share of them.
@@ -300,6 +336,8 @@ def _at(whole: np.ndarray, part: TensorPart) -> Any:
     place = part.piece.place
     if part.piece.is_parameter:
         return whole[place[0]]
+    if part.piece.is_found:
+        return None
     found = whole[place] if part.piece.paired else whole[np.ix_(*place)]
     return found if found.shape == part.piece.values.shape else None
 
@@ -311,7 +349,9 @@ def _is_vector(off: np.ndarray, scale: float) -> bool:
     return bool(np.abs(off - off[:1, :1]).max() <= CLOSE * scale * 1e-2)
 
 
-def _wrong_vectors(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_vectors(
+    reference: Reference, difference: Difference, layout: AnyLayout
+) -> Iterator[str]:
     """Every token has the same vector too much: perhaps a bias, several times."""
     step = difference.key[0]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
@@ -335,11 +375,13 @@ def _wrong_vectors(reference: Reference, difference: Difference, layout: Layout)
     yield "every token has the same vector too much: as if a bias were added on several ranks"
 
 
-def _wrong_elements(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _wrong_elements(
+    reference: Reference, difference: Difference, layout: AnyLayout
+) -> Iterator[str]:
     """The tokens' rows are those of other tokens."""
     whole = reference.tensors[difference.key]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
-    if not wrong or whole.ndim < 2:
+    if not wrong or whole.ndim < 2 or wrong[0].piece.is_found:
         return
     flat = whole.reshape(*whole.shape[:2], -1)
     scale = _scale(reference, difference.key)
@@ -365,11 +407,13 @@ def _wrong_elements(reference: Reference, difference: Difference, layout: Layout
         yield f"sample {sample} has those of sample {b}: as if a replica read another's samples"
 
 
-def _repeated_terms(reference: Reference, difference: Difference, layout: Layout) -> Iterator[str]:
+def _repeated_terms(
+    reference: Reference, difference: Difference, layout: AnyLayout
+) -> Iterator[str]:
     """A matrix's gradient is that of some of the tokens: a sum over the others is missing."""
     step, kind, name = difference.key
     module, _, last = name.rpartition(".")
-    if kind != GRADIENT or last not in ("weight", "bias"):
+    if kind != GRADIENT or last not in ("weight", "bias") or isinstance(layout, ProgramLayout):
         return
     grad = reference.tensors.get((step, "gradient of output", module))
     alias = reference.aliases.get(module, ("input", module))
@@ -490,15 +534,30 @@ IMPLIED = {
 FITTING = 3  # traits that are named if the runs do not tell which it is
 
 
-def own_traits(differing: Sequence[Layout], equal: Sequence[Layout]) -> list[str]:
+def traits_of(layout: AnyLayout) -> list[str]:
+    """Return what a layout has."""
+    if isinstance(layout, ProgramLayout):
+        return layout.traits
+    return [name for name, has in TRAITS.items() if has(layout)]
+
+
+def _held(layouts: Sequence[AnyLayout]) -> list[str]:
+    """Return the traits that all of these layouts have."""
+    every = list(map(traits_of, layouts))
+    return [name for name in every[0] if all(name in traits for traits in every)]
+
+
+def own_traits(differing: Sequence[AnyLayout], equal: Sequence[AnyLayout]) -> list[str]:
     """Return the traits that all layouts that differ have, and none that is equal."""
-    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
-    own = [name for name in held if not any(map(TRAITS[name], equal))]
+    if not differing:
+        return []
+    of_equal = set().union(*map(traits_of, equal))
+    own = [name for name in _held(differing) if name not in of_equal]
     specific = [name for name in own if not set(IMPLIED.get(name, ())) & set(own)]
     return [name for name in specific if name != "more than one rank"] or own
 
 
-def shared(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
+def shared(differing: Sequence[AnyLayout], equal: Sequence[AnyLayout]) -> str:
     """Return what every layout that differs has, and no other; else what they all have."""
     if not differing:
         return ""
@@ -512,24 +571,25 @@ def shared(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
         return f"the only layout with {text} that ran"
     if text:
         return f"every layout with {text} differs, and no other"
-    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
+    held = _held(differing)
     if not held:
         return ""
-    best = min(held, key=lambda name: sum(map(TRAITS[name], equal)))
-    others = sum(map(TRAITS[best], equal))
+    every = list(map(traits_of, equal))
+    best = min(held, key=lambda name: sum(name in traits for traits in every))
+    others = sum(best in traits for traits in every)
     return f"all that differ have {best}; {others} with it are equal"
 
 
-def _axes(layout: Layout) -> str:
+def _axes(layout: AnyLayout) -> str:
     """Return the axes of the only layout that ran, which say where the difference may be from."""
-    axes = [axis for axis in ("tp", "pp", "cp", "dp", "ep") if (getattr(layout, axis) or 1) > 1]
+    axes = axes_of(layout)
     return f" with {' and '.join(axes)} that ran" if axes else " that ran"
 
 
-def _pair(differing: Sequence[Layout], equal: Sequence[Layout]) -> str:
+def _pair(differing: Sequence[AnyLayout], equal: Sequence[AnyLayout]) -> str:
     """Return two traits that all layouts that differ have, and none that is equal; or nothing."""
-    held = [name for name, has in TRAITS.items() if all(map(has, differing))]
-    for a, b in combinations(held, 2):
-        if not any(TRAITS[a](x) and TRAITS[b](x) for x in equal):
+    every = list(map(traits_of, equal))
+    for a, b in combinations(_held(differing), 2):
+        if not any(a in traits and b in traits for traits in every):
             return f"{a} and {b}"
     return ""

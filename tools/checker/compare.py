@@ -13,8 +13,9 @@ compared with one rank's in fp64.
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ TIMES = 100
 LOADS = "loads of experts"
 # A tensor that may be off by more than this share of its largest element is not judged.
 JUDGED = 1e-3
+# What a program that is not Trine computes in 32 bits in places: its rounding is measured.
+TOLERANCES_OF_PROGRAMS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 0.1}
+MOST_CUTS = 32  # of a tensor, among which the nearest to a piece is looked for
 # A tensor whose elements are all this small, relative to the largest of its kind, is rounding.
 FLOOR = 1e-4  # of the tolerance
 
@@ -108,7 +112,8 @@ class Reference:
 
     tensors: by key. Activations are (s, samples, ...), parameters flat. order: the keys. aliases:
     see recorder. tolerance: the largest difference of an equal tensor that rounding does not move.
-    rounding: what was measured of it.
+    rounding: what was measured of it. calls: by key, of tensors whose pieces are found by their
+    values, those of each call of the module.
     """
 
     def __init__(
@@ -117,16 +122,27 @@ class Reference:
         aliases: dict[str, tuple[str, str]],
         precision: str = "fp64",
         rounding: Rounding | None = None,
+        of_program: bool = False,
     ):
-        """pieces: of a world of one rank. rounding: None if it was not measured."""
+        """pieces: of a world of one rank. rounding: None if it was not measured.
+
+        of_program: of one that is not Trine: what its modules return is named only before a result
+        that differs (`differing`).
+        """
         self.aliases = aliases
-        self.tolerance = TOLERANCES[precision]
+        self.of_program = of_program
+        self.tolerance = (TOLERANCES_OF_PROGRAMS if of_program else TOLERANCES)[precision]
         self.rounding = rounding or Rounding()
         groups: dict[Key, list[Piece]] = {}
         for piece in pieces:
             groups.setdefault(piece.key, []).append(piece)
         self.order = sorted(groups, key=_in_order(list(groups)))
         self.tensors = {key: _whole(pieces) for key, pieces in groups.items()}
+        self.calls = {
+            key: [piece.values for piece in pieces]
+            for key, pieces in groups.items()
+            if pieces[0].is_found
+        }
         self.scales = {key: _largest(values) for key, values in self.tensors.items()}
         self.largest: dict[tuple[int, str], float] = {}  # of a kind in a step
         for key in self.order:
@@ -163,6 +179,8 @@ class Reference:
         whole = self.tensors.get(piece.key)
         if whole is None:
             return None
+        if piece.is_found:
+            return self._nearest(piece)
         if piece.is_parameter:
             (elements,) = piece.place
             inside = not elements.size or elements.max() < whole.size
@@ -180,6 +198,29 @@ class Reference:
                 return None
             found = np.split(found, tp, dim)[tp_rank]
         return found
+
+    def _nearest(self, piece: Piece) -> np.ndarray | None:
+        """Return the cut of one rank's tensors that is nearest to a piece; None: no cut fits.
+
+        A gradient counts up to a factor: what divides the loss of a rank is the program's choice,
+        and what comes of it shows in the gradients of parameters.
+        """
+        calls = self.calls[piece.key]
+        (number,) = piece.place[0]
+        own = calls[number : number + 1]
+        is_scaled = piece.key[1].startswith("gradient")
+        for whole in [*own, *calls]:
+            for cut in _matching(whole, piece.values, is_scaled):
+                cut = _scaled(cut, piece.values) if is_scaled else cut
+                if self.off(piece.key, piece.values, cut) <= self.tolerance:
+                    return cut
+        best, least = None, float("inf")
+        for cut in islice(_cuts((own or calls)[0], piece.values.shape), MOST_CUTS):
+            cut = _scaled(cut, piece.values) if is_scaled else cut
+            off = self.off(piece.key, piece.values, cut)
+            if best is None or off < least:
+                best, least = cut, off
+        return best
 
     def off(self, key: Key, values: np.ndarray, expected: np.ndarray) -> float:
         """Return the largest difference over the tensor's largest element; inf for NaN."""
@@ -215,6 +256,8 @@ def _in_order(keys: list[Key]) -> Callable[[Key], tuple[int, int, int]]:
 def _whole(pieces: list[Piece]) -> np.ndarray:
     """Return the tensor that pieces of one rank make up."""
     first = pieces[0]
+    if first.is_found:
+        return max((piece.values for piece in pieces), key=_largest)
     if first.is_parameter:
         size = 1 + max((int(p.place[0].max()) for p in pieces if p.place[0].size), default=0)
         flat = np.full(size, np.nan)
@@ -229,6 +272,80 @@ def _whole(pieces: list[Piece]) -> np.ndarray:
         index: Any = piece.place if piece.paired else np.ix_(*piece.place)
         whole[index] = piece.values
     return whole
+
+
+def _scaled(cut: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return a cut times the number that brings it nearest to values, if that is near."""
+    square = float((cut * cut).sum())
+    factor = float((cut * values).sum()) / square if square else 1.0
+    largest = _largest(values)
+    return factor * cut if np.abs(values - factor * cut).max(initial=0.0) <= 1e-6 * largest else cut
+
+
+def _cuts(whole: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Yield the parts of a tensor with a shape that a rank may have, whatever cuts it."""
+    for indices in product(*_ways(whole, shape)):
+        yield whole[np.ix_(*indices)]
+
+
+def _ways(whole: np.ndarray, shape: tuple[int, ...]) -> list[list[np.ndarray]]:
+    """Return the indices that a rank may have of each dimension; nothing if no part has the shape.
+
+    Of a dimension that is shorter a rank has a part in one piece, the same part of two or three
+    matrices that are stacked (gate and up; q, k and v), the chunks i and 2 n - 1 - i, or each n-th
+    row.
+    """
+    if whole.ndim != len(shape):
+        return [[]]
+    ways: list[list[np.ndarray]] = []
+    for size, here in zip(whole.shape, shape, strict=True):
+        if here == size:
+            ways.append([np.arange(size)])
+        elif here and size % here == 0:
+            ways.append(list(_parts_of(size, size // here)))
+        else:
+            return [[]]
+    return ways
+
+
+def _matching(whole: np.ndarray, values: np.ndarray, is_scaled: bool) -> Iterator[np.ndarray]:
+    """Yield the parts of a tensor that have the two largest of these values, all of which may be.
+
+    is_scaled: if they have them up to a factor.
+    """
+    ways = _ways(whole, values.shape)
+    if not all(ways) or not values.size:
+        return
+    magnitudes = np.abs(values).reshape(-1)
+    largest = int(magnitudes.argmax())
+    magnitudes[largest] = -1.0
+    probes = [
+        np.unravel_index(place, values.shape) for place in (largest, int(magnitudes.argmax()))
+    ]
+    first, second = (
+        whole[np.ix_(*([way[p] for way in dim] for dim, p in zip(ways, probe, strict=True)))]
+        for probe in probes
+    )
+    a, b = (float(values[probe]) for probe in probes)
+    if is_scaled:
+        is_close = np.abs(first * b - second * a) <= 1e-5 * np.abs(first * b)
+    else:
+        is_close = np.maximum(np.abs(first - a), np.abs(second - b)) <= 1e-4 * abs(a)
+    for numbers in np.argwhere(is_close):
+        yield whole[np.ix_(*(dim[n] for dim, n in zip(ways, numbers, strict=True)))]
+
+
+def _parts_of(size: int, ranks: int) -> Iterator[np.ndarray]:
+    """Yield the indices of a dimension that one of `ranks` may have, see `_cuts`."""
+    every = np.arange(size)
+    yield from np.split(every, ranks)
+    for stacked in (2, 3):
+        if size % (stacked * ranks) == 0:
+            yield from every.reshape(stacked, ranks, -1).swapaxes(0, 1).reshape(ranks, -1)
+    if size % (2 * ranks) == 0:
+        chunks = np.split(every, 2 * ranks)
+        yield from (np.concatenate([chunks[i], chunks[-1 - i]]) for i in range(ranks))
+    yield from (every[i::ranks] for i in range(ranks))
 
 
 def relative(value: float, expected: float) -> float:
@@ -260,26 +377,20 @@ class SeenPieces:
         """Compare this rank's pieces; collective over the world. tp: of the layout."""
         offs: dict[Key, float] = {}
         for piece in pieces:
-            expected = reference.expected(piece, tp, mesh.place["tp"])
+            expected = reference.expected(piece, tp, mesh.place.get("tp", 0))
             if expected is not None:
                 off = reference.off(piece.key, piece.values, expected)
                 offs[piece.key] = max(off, offs.get(piece.key, 0.0))
 
-        def differs(key: Key) -> bool:
-            """Return whether a tensor is not one rank's here."""
-            return reference.differs(key, offs.get(key, 0.0))
-
-        first = next((key for key in reference.order if differs(key)), None)
+        every: list[Any] = [offs] * mesh.size
         if mesh.size > 1:
-            every: list[Any] = [None] * mesh.size
-            torch.distributed.all_gather_object(every, first)
-            places = [reference.order.index(key) for key in every if key is not None]
-            first = reference.order[min(places)] if places else None
+            torch.distributed.all_gather_object(every, offs)
+        first = next(iter(differing(reference, _largest_of(every))), None)
         parts = []
         for piece in pieces:
             if piece.key != first:
                 continue
-            expected = reference.expected(piece, tp, mesh.place["tp"])
+            expected = reference.expected(piece, tp, mesh.place.get("tp", 0))
             if expected is not None:
                 off = reference.off(piece.key, piece.values, expected)
                 wrong = reference.differs(piece.key, off)
@@ -287,20 +398,53 @@ class SeenPieces:
         return cls(offs, parts)
 
 
+def _largest_of(every: list[dict[Key, float]]) -> dict[Key, float]:
+    """Return by tensor how far it is off on the rank that is farthest off."""
+    offs: dict[Key, float] = {}
+    for each in every:
+        for key, off in each.items():
+            offs[key] = max(off, offs.get(key, 0.0))
+    return offs
+
+
+def differing(reference: Reference, offs: dict[Key, float]) -> list[Key]:
+    """Return the tensors that are not one rank's, in one rank's order. offs: on any rank.
+
+    What a module of another program returns may differ and be right: a term of a sum over ranks,
+    tokens in another order. It counts only in the step of the first result that differs (a loss, a
+    gradient, a norm, weights or state), and only if nothing after it in the same pass is equal.
+    """
+    compared = [key for key in reference.order if key in offs]
+    wrong = [key for key in compared if reference.differs(key, offs[key])]
+    if not reference.of_program:
+        return wrong
+    results = [key for key in wrong if key not in reference.calls]
+    if not results:
+        return []
+    step = results[0][0]
+    kept = set(results)
+    is_wrong = set(wrong)
+    for kind in ("output", "gradient of output"):
+        if kind == "output" and (step, "number", "loss") not in is_wrong:
+            continue  # what the loss is computed from is right
+        for key in reversed([key for key in compared if key[:2] == (step, kind)]):
+            if key not in is_wrong:
+                break
+            kept.add(key)
+    return [key for key in wrong if key in kept]
+
+
 def first_difference(reference: Reference, seen: list[SeenPieces]) -> Difference | None:
     """Return the first tensor that is not one rank's, in one rank's order, or None.
 
     seen: of every rank.
     """
-    offs: dict[Key, float] = {}
-    for each in seen:
-        for key, off in each.offs.items():
-            offs[key] = max(off, offs.get(key, 0.0))
-    compared = [key for key in reference.order if key in offs]
-    differing = [key for key in compared if reference.differs(key, offs[key])]
-    if not differing:
+    offs = _largest_of([each.offs for each in seen])
+    wrong = differing(reference, offs)
+    if not wrong:
         return None
-    place = compared.index(differing[0])
-    last_equal = compared[place - 1] if place else None
+    compared = [key for key in reference.order if key in offs]
+    before = compared[: compared.index(wrong[0])]
+    equal = [key for key in before if not reference.differs(key, offs[key])]
     parts = [part for each in seen for part in each.parts]
-    return Difference(differing[0], parts, last_equal, differing, len(compared))
+    return Difference(wrong[0], parts, equal[-1] if equal else None, wrong, len(compared))

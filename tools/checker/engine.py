@@ -20,7 +20,7 @@ from base.errors import UserError
 from config.schema import Config, Layout
 from tools.checker.compare import LOADS, Difference, Reference, first_difference, relative
 from tools.checker.corpora import write_corpora
-from tools.checker.layouts import ranks_of
+from tools.checker.layouts import AnyLayout, ranks_of
 from tools.checker.ranks import Failure, Worlds
 from tools.checker.runs import CheckedRun, RunAnswer, Worker
 from tools.checker.thresholds import has_wide_types
@@ -40,11 +40,11 @@ class Outcome:
     step `resumed_step`. variant: its types or sizes; None: those of the small run.
     """
 
-    layout: Layout
+    layout: AnyLayout
     difference: Difference | None = None
     failure: Failure | None = None
     seconds: float = 0.0
-    resumed_from: Layout | None = None
+    resumed_from: AnyLayout | None = None
     resumed_step: int = 0
     variant: Variant | None = None
 

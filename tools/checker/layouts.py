@@ -22,6 +22,7 @@ from base.errors import UserError
 from config import command_line, validation
 from config.examples import examples
 from config.schema import SCHEDULES, Config, Layout
+from tools.checker.programs import ProgramLayout
 
 AXES = ("tp", "pp", "cp", "dp")
 # Values of each option beside its plain one, which is first.
@@ -53,15 +54,28 @@ TRIES_ALONE = 60  # and then among layouts that have little else
 NEEDED = ("recompute", "zero", "schedule")
 LARGEST = 4  # ranks of an axis: three have a middle rank, and four are two times two
 Setting = tuple[str, Any]
+AnyLayout = Layout | ProgramLayout
 
 
-def ranks_of(layout: Layout) -> int:
+def ranks_of(layout: AnyLayout) -> int:
     """Return the number of ranks of a layout, whose dp is filled in."""
+    if isinstance(layout, ProgramLayout):
+        return layout.ranks
     return layout.tp * layout.pp * layout.cp * (layout.dp or 1)
 
 
-def name_of(layout: Layout) -> str:
+def axes_of(layout: AnyLayout) -> dict[str, int]:
+    """Return the sizes of a layout's axes that are above 1."""
+    if isinstance(layout, ProgramLayout):
+        return layout.axes
+    sizes = {axis: getattr(layout, axis) or 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def name_of(layout: AnyLayout) -> str:
     """Return a layout as a user writes it: its axes above 1 and the options that are not plain."""
+    if isinstance(layout, ProgramLayout):
+        return layout.name
     words = []
     for name in (*AXES, *VALUES, "virtual_stages"):
         value = getattr(layout, name)

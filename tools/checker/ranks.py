@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,7 +33,8 @@ from distributed.context import Context, start
 from distributed.parent_death import end_with_parent
 
 FORK: Any = multiprocessing.get_context("fork")
-Work = Callable[[Context, Any], Any]
+Work = Callable[[Any, Any], Any]
+Meet = Callable[[int, int, int], Any]  # rank, size, port: the context of `work`
 RANKS_OF_NODE = 2
 
 
@@ -53,7 +55,7 @@ class Failure:
 class World:
     """Ranks that have met, and the pipe to each of them."""
 
-    def __init__(self, size: int, work: Work, run: Run, folder: str):
+    def __init__(self, size: int, work: Work, meet: Meet, folder: str):
         """Fork the ranks. folder: for the stacks of ranks that hang."""
         self.size = size
         self.folder = folder
@@ -65,7 +67,7 @@ class World:
         port = local_ranks.free_port()
         for rank in range(size):
             ours, theirs = FORK.Pipe()
-            arguments = (theirs, work, run, rank, size, port, os.getpid(), folder)
+            arguments = (theirs, work, meet, rank, size, port, os.getpid(), folder)
             process = FORK.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -115,7 +117,7 @@ def _is_of_step(line: str) -> bool:
 def _serve(
     pipe: Connection,
     work: Work,
-    run: Run,
+    meet: Meet,
     rank: int,
     size: int,
     port: int,
@@ -127,8 +129,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack-{os.getpid()}"), "w"))  # noqa: SIM115
     gc.freeze()  # a collection would copy what this rank shares with its parent
-    context = start(local_ranks.become_rank(rank, size, port), run)
-    _name_nodes(context)
+    context = meet(rank, size, port)
     while True:
         job = pipe.recv()
         try:
@@ -143,23 +144,38 @@ def _serve(
         pipe.send(answer)
 
 
-def _name_nodes(context: Context) -> None:
-    """Take every RANKS_OF_NODE ranks for a node, so that experts are on several nodes with --ep 4.
+def _meet(run: Run, rank: int, size: int, port: int) -> Context:
+    """Meet the other ranks, and take every RANKS_OF_NODE ranks for a node.
 
-    Tokens go another way to experts on several nodes (distributed/node_dispatch.py). Only names
-    change, as the ranks still meet over this machine's loopback network.
+    So experts are on several nodes with --ep 4, and tokens go another way to them
+    (distributed/node_dispatch.py). Only names change, as the ranks still meet over this machine's
+    loopback network.
     """
+    context = start(local_ranks.become_rank(rank, size, port), run)
     of_rank = [f"node {rank // RANKS_OF_NODE}" for rank in range(context.size)]
     context.node = of_rank[context.rank]
     context.places = [replace(p, node=n) for p, n in zip(context.places, of_rank, strict=True)]
+    return context
 
 
 class Worlds:
     """Keeps worlds of several sizes, of which at most `at_once` work at a time."""
 
-    def __init__(self, work: Work, run: Run, at_once: int = 2, seconds: float = 90.0):
-        """work: see the top of the file. run: device and backend. seconds: the limit of a job."""
-        self.work, self.run, self.at_once, self.seconds = work, run, at_once, seconds
+    def __init__(
+        self,
+        work: Work,
+        run: Run | Meet,
+        at_once: int = 2,
+        seconds: float = 90.0,
+        keeps: bool = True,
+    ):
+        """work: see the top of the file. seconds: the limit of a job.
+
+        run: device and backend, or a function of rank, size and port with which ranks meet. keeps:
+        whether a world does several jobs, which not every program allows.
+        """
+        self.work, self.at_once, self.seconds, self.keeps = work, at_once, seconds, keeps
+        self.meet = partial(_meet, run) if isinstance(run, Run) else run
         self.idle: list[World] = []
         self.busy: list[World] = []
         self.folder = tempfile.TemporaryDirectory()
@@ -198,7 +214,7 @@ class Worlds:
             if world.size == size:
                 self.idle.remove(world)
                 return world
-        return World(size, self.work, self.run, self.folder.name)
+        return World(size, self.work, self.meet, self.folder.name)
 
     def _ended(self) -> Iterator[tuple[int, list[Any] | Failure]]:
         """Wait for answers; yield those of the worlds whose job has ended."""
@@ -221,7 +237,10 @@ class Worlds:
             is_late = time.monotonic() - world.began > self.seconds
             if len(world.answers) == world.size and not failed:
                 self.busy.remove(world)
-                self.idle.append(world)
+                if self.keeps:
+                    self.idle.append(world)
+                else:
+                    world.end()
                 yield world.number, [world.answers[rank] for rank in range(world.size)]
             elif failed or is_late:
                 yield world.number, self._failure(world, failed)

@@ -39,8 +39,8 @@ class Piece:
 
     place: of an activation the positions and the samples of its first two dimensions, or with
     `paired` the position and the sample of each row; of a parameter the indices of its elements.
-    cut: whether the rank has a part of the features, such as its own heads; which one follows from
-    the sizes.
+    A part of the features, such as the rank's own heads, follows from the sizes. is_found: its
+    place is not known, and is looked for by its values; `place` is then the number of the call.
     """
 
     key: Key
@@ -48,6 +48,7 @@ class Piece:
     values: np.ndarray
     paired: bool = False
     is_parameter: bool = False
+    is_found: bool = False
 
 
 class Recorder:

@@ -4,15 +4,17 @@ line(outcome)                              equal    tp 2 cp 2
 for text in verdict(reference, outcomes, seconds): ...
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from base.errors import number_ranges, printable
-from config.schema import Layout
-from tools.checker.causes import TRAITS, explanations, operations, own_traits, shared, title
+from tools.checker.causes import explanations, operations, own_traits, shared, title, traits_of
 from tools.checker.compare import JUDGED, Reference
 from tools.checker.engine import Outcome
-from tools.checker.layouts import name_of, ranks_of
+from tools.checker.layouts import AnyLayout, name_of, ranks_of
 
 WIDTH = 8
 MOST = 6  # ranks or parameters that a verdict names
@@ -65,23 +67,119 @@ def verdict(
         return
     yield f"DIFFERENT: {len(wrong)} of {len(outcomes)} layouts{ending}"
     yield f"  result  {_results(wrong)}"
-    equal = [x.layout for x in outcomes if x.is_equal and _is_plain(x)]
-    for place, group in enumerate(separate(wrong, equal)):
+    for place, finding in enumerate(findings(reference, outcomes, reference_of)):
         if place:
-            yield f"another difference, in {_count(len(group), 'layout')}:"
+            yield f"another difference, in {_count(len(finding.group), 'layout')}:"
+        if finding.where:
+            yield f"  where   {finding.where}"
+        if finding.first.failure is not None:
+            yield from _failure_lines(finding.first)
+        else:
+            yield from _difference_lines(finding)
+    yield from _rounding(reference)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Layouts that differ by what has one cause. group: they; where: what they alone have.
+
+    first: the simplest of them. reference: that with which it was compared.
+    """
+
+    group: list[Outcome]
+    where: str
+    first: Outcome
+    reference: Reference
+
+    @property
+    def between(self) -> str:
+        """The operations between the last equal tensor and the first one that differs."""
+        outcome, difference = self.first, self.first.difference
+        assert difference is not None  # the caller has looked
+        text = operations(self.reference, difference.key, outcome.layout)
+        if outcome.resumed_from and outcome.resumed_step in (
+            difference.key[0],
+            difference.key[0] - 1,
+        ):
+            return f"the save and the load of the checkpoint (resume); else {text}"
+        return text
+
+    @property
+    def likely(self) -> list[str]:
+        """What fits the values of the first tensor that differs."""
+        assert self.first.difference is not None  # the caller has looked
+        return explanations(self.reference, self.first.difference, self.first.layout)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """This as --json has it (docs/check.md)."""
+        outcome, difference = self.first, self.first.difference
+        found: dict[str, Any] = {"where": self.where, "layouts": len(self.group)}
+        found |= {"layout": name_of(outcome.layout), "likely": []} | _beside(outcome)
+        if outcome.failure is not None:
+            failure = outcome.failure
+            found["failure"] = {"kind": failure.kind, "ranks": failure.ranks, "text": failure.text}
+            return found
+        assert difference is not None  # an outcome that differs has one of the two
+        found |= first_tensor(outcome) | {"likely": self.likely, "between": self.between}
+        equal = difference.last_equal
+        found["equal_until"] = None if equal is None else {"step": equal[0], "tensor": title(equal)}
+        found["results"] = [name for name in RESULTS if name in difference.results]
+        found["tensors_that_differ"] = len(difference.differing)
+        found["tensors_compared"] = difference.compared
+        found["also"] = difference.more
+        return found
+
+
+def findings(
+    reference: Reference,
+    outcomes: Sequence[Outcome],
+    reference_of: Callable[[Outcome], Reference] | None = None,
+) -> Iterator[Finding]:
+    """Yield what is wrong in the layouts, each cause once; see `verdict`."""
+    wrong = [outcome for outcome in outcomes if not outcome.is_equal]
+    equal = [x.layout for x in outcomes if x.is_equal and _is_plain(x)]
+    for group in separate(wrong, equal):
         differing = [outcome.layout for outcome in group if _is_plain(outcome)]
         names = dict.fromkeys(x.variant.name for x in group if x.variant is not None)
+        where = f"only with {' or '.join(names)}" if names else ""
         if differing:
-            yield f"  where   {shared(differing, equal) or 'they have nothing in common'}"
-        elif names:
-            yield f"  where   only with {' or '.join(names)}"
+            where = shared(differing, equal) or "they have nothing in common"
         first = simplest(group)
-        if first.failure is not None:
-            yield from _failure_lines(first)
-        else:
-            of_first = reference if reference_of is None else reference_of(first)
-            yield from _difference_lines(of_first, first)
-    yield from _rounding(reference)
+        yield Finding(group, where, first, reference_of(first) if reference_of else reference)
+
+
+def first_tensor(outcome: Outcome) -> dict[str, Any]:
+    """Return the first tensor of an outcome that differs, as --json has it."""
+    difference = outcome.difference
+    if difference is None:
+        return {}
+    step, kind, name = difference.key
+    found: dict[str, Any] = {"step": step, "kind": kind, "tensor": name}
+    found["text"] = title(difference.key) if difference.parts else difference.more[0]
+    found["ranks"] = sorted({part.rank for part in difference.wrong})
+    off = difference.off
+    found["off"] = off if math.isfinite(off) else None  # JSON has no infinity
+    return found
+
+
+def outcome_data(outcome: Outcome) -> dict[str, Any]:
+    """Return what came of a layout, as --json has it."""
+    word, text = what(outcome)
+    found: dict[str, Any] = {"layout": name_of(outcome.layout), "ranks": ranks_of(outcome.layout)}
+    found |= {"outcome": word.lower(), "seconds": round(outcome.seconds, 1)} | _beside(outcome)
+    found["first"] = first_tensor(outcome) or None
+    found["text"] = text
+    return found
+
+
+def _beside(outcome: Outcome) -> dict[str, Any]:
+    """Return what distinguishes an outcome beside its layout."""
+    saved_by = outcome.resumed_from
+    return {
+        "resumed_from": None if saved_by is None else name_of(saved_by),
+        "variant": None if outcome.variant is None else outcome.variant.name,
+    }
 
 
 def _is_plain(outcome: Outcome) -> bool:
@@ -89,7 +187,7 @@ def _is_plain(outcome: Outcome) -> bool:
     return outcome.resumed_from is None and outcome.variant is None
 
 
-def separate(wrong: Sequence[Outcome], equal: Sequence[Layout]) -> Iterator[list[Outcome]]:
+def separate(wrong: Sequence[Outcome], equal: Sequence[AnyLayout]) -> Iterator[list[Outcome]]:
     """Yield the layouts that differ by what has one cause, as far as the runs show it.
 
     They have the same first tensor, of whatever block, as the simplest of them, or what they and
@@ -104,14 +202,16 @@ def separate(wrong: Sequence[Outcome], equal: Sequence[Layout]) -> Iterator[list
         ]
 
 
-def _cause_lines(first: Outcome, wrong: Sequence[Outcome], equal: Sequence[Layout]) -> list[bool]:
+def _cause_lines(
+    first: Outcome, wrong: Sequence[Outcome], equal: Sequence[AnyLayout]
+) -> list[bool]:
     """Return for each outcome whether it may have the cause of the first one."""
     alike = [_signature(outcome) == _signature(first) for outcome in wrong]
     own = own_traits(
         [x.layout for x, is_alike in zip(wrong, alike, strict=True) if is_alike], equal
     )
     return [
-        is_alike or any(TRAITS[name](outcome.layout) for name in own)
+        is_alike or any(name in traits_of(outcome.layout) for name in own)
         for outcome, is_alike in zip(wrong, alike, strict=True)
     ]
 
@@ -204,8 +304,9 @@ def _failure_lines(outcome: Outcome) -> Iterator[str]:
         yield from (f"          {printable(text.strip())}" for text in last[1:])
 
 
-def _difference_lines(reference: Reference, outcome: Outcome) -> Iterator[str]:
+def _difference_lines(finding: Finding) -> Iterator[str]:
     """Yield the first tensor that differs, the operation before it, and what it may be."""
+    outcome = finding.first
     difference, layout = outcome.difference, outcome.layout
     assert difference is not None  # the caller has looked
     step = difference.key[0]
@@ -216,7 +317,7 @@ def _difference_lines(reference: Reference, outcome: Outcome) -> Iterator[str]:
         yield f"  with    {outcome.variant.name}"
     if not difference.parts:
         yield f"  first   {difference.more[0]}"
-        yield f"  between {operations(reference, difference.key, layout)}"
+        yield f"  between {finding.between}"
         return
     loaded = "after the resume, " if outcome.resumed_from else ""
     yield f"  first   {loaded}step {step}: {title(difference.key)}"
@@ -226,11 +327,8 @@ def _difference_lines(reference: Reference, outcome: Outcome) -> Iterator[str]:
     if difference.last_equal is not None:
         before = title(difference.last_equal)
         yield f"  equal   until {before} (step {difference.last_equal[0]})"
-    between = operations(reference, difference.key, layout)
-    if outcome.resumed_from and outcome.resumed_step in (step, step - 1):
-        between = f"the save and the load of the checkpoint (resume); else {between}"
-    yield f"  between {between}"
-    for text in explanations(reference, difference, layout):
+    yield f"  between {finding.between}"
+    for text in finding.likely:
         yield f"  likely  {text}"
     which = ", ".join(name for name in RESULTS if name in difference.results)
     which = f": {which}" if which else "; no loss, gradient or weight"
