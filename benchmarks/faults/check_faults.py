@@ -158,8 +158,11 @@ def asked(runs: dict[str, str], fault: dict[str, Any], rule: str = "") -> list[d
 
 
 def lines_of(verdict: str) -> dict[str, str]:
-    """Return what the lines of a verdict say, by their first words; "" for one that is not there."""
-    lines = verdict.splitlines()
+    """Return what the lines of a verdict say, by their first words; "" for one that is missing.
+
+    If there are two mistakes, the lines of the first one count.
+    """
+    lines = verdict.partition("another difference")[0].splitlines()
     said = {
         word: " ".join(x.strip()[len(word) :].strip() for x in lines if x.startswith(f"  {word}"))
         for word in ("where", "layout", "first", "between", "likely", "refused", "error", "hangs")

@@ -12,7 +12,7 @@ stands in for code of GPUs, here alone:
 * attention without masks in place of flex_attention, which is compiled
 * a grouped product of experts by a loop, because torch's has no fp64
 * FSDP's sums of gradients without a factor, which gloo does not have
-* `.float()` and float32 inside of the model are fp64, so that rounding hides nothing
+* `.float()` and `.bfloat16()` inside of the model make fp64, so that rounding hides nothing
 
 Not covered: --compile, cp (its attention is of GPUs), spmd_types' checks.
 """
@@ -43,7 +43,7 @@ sys.modules.setdefault(_kernels.__name__, _kernels)
 
 
 class _Trainer:
-    """Stands for the Trainer, which a configuration asks for its type: the loader needs datasets."""
+    """In the place of the Trainer, for whose type a configuration asks: it needs a loader."""
 
     class Config:
         """No configuration here is one of a whole run."""
@@ -66,6 +66,7 @@ def _grouped_mm(
 def _stand_ins() -> None:
     """Replace what torch has for GPUs, or in fp32, alone."""
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    torch.Tensor.bfloat16 = torch.Tensor.double  # type: ignore[method-assign]
     F.grouped_mm = torch._grouped_mm = _grouped_mm  # type: ignore[assignment]
     from torchtitan.tools import utils
 
@@ -161,7 +162,7 @@ def _config() -> tuple[Any, Any]:
 
 
 class _Sources:
-    """The configuration that a model is told of, without the parts of a run that it does not have."""
+    """The configuration that a model is told of, without the parts that it does not ask for."""
 
     def __init__(self, parallelism: Any, training: Any, compile_config: Any):
         self.parallelism, self.training, self.compile = parallelism, training, compile_config
@@ -172,7 +173,7 @@ def build(layout: dict[str, Any]) -> dict[str, Any]:
     here = os.path.dirname(os.path.abspath(__file__))  # where this file would be `torchtitan`
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     _stand_ins()
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  a group of one rank is fake
+    import torch.testing._internal.distributed.fake_pg  # a group of one rank is fake
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims

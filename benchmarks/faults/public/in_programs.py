@@ -2,9 +2,9 @@
 
     python benchmarks/faults/public/in_programs.py --keep RESULTS.jsonl [--minutes 60]
 
-megatron_errors.py, beside this file, has them for megatron-core 0.16.1. An error is found if check.py
-ends with status 1; without one the same layouts must be equal. The table that is printed is for
-results/public_errors.md.
+megatron_errors.py, beside this file, has them for megatron-core 0.16.1. An error is found if
+check.py ends with status 1; without one the same layouts must be equal. The table that is printed
+is for results/public_errors.md.
 """
 
 import subprocess
