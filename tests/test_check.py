@@ -201,6 +201,14 @@ def test_values_are_explained(parts, words):
     assert words in " ".join(explanations(ONE, found, layout))
 
 
+@pytest.mark.parametrize("factor", [1 + 1e-7, 1 - 1e-7, 1 + 3e-8])
+def test_a_factor_that_is_printed_as_1_explains_nothing(factor):
+    parts = [({"tp": n}, [piece(WHOLE * factor)]) for n in range(2)]
+    found = difference_of(Layout(tp=2, dp=1), parts)
+    assert found is not None
+    assert "times one rank's" not in " ".join(explanations(ONE, found, Layout(tp=2, dp=1)))
+
+
 @pytest.mark.parametrize(
     ("share", "words"), [(1, "not cleared"), (0.02, "times 0.02, as if clipped")]
 )

@@ -148,18 +148,28 @@ def asked(runs: dict[str, str], fault: dict[str, Any], rule: str = "") -> list[d
         )
         seconds = time.monotonic() - began
     lines = done.stdout.splitlines()
-    said = {
-        word: " ".join(x.strip()[len(word) :].strip() for x in lines if x.startswith(f"  {word}"))
-        for word in ("where", "layout", "first", "between", "likely", "refused", "error", "hangs")
-    }
-    if not said["first"]:  # what one rank finds by itself has no layout
-        said["first"] = next((x for x in lines if x.startswith("WRONG on one rank")), "")
+    said = lines_of(done.stdout)
     before = next((n for n, x in enumerate(lines) if x.split(" ")[0].isupper()), len(lines))
     row = {"name": fault["name"], "status": done.returncode, "seconds": seconds, "before": before}
     row |= {"said": said, "text": done.stdout[-3000:] + done.stderr[-1500:]}
     print(row["status"], f"{seconds:.0f} s", judged(fault, row), fault["name"], flush=True)
     print("     ", said["first"], "|", said["between"], "|", said["likely"], flush=True)
     return [row]
+
+
+def lines_of(verdict: str) -> dict[str, str]:
+    """Return what the lines of a verdict say, by their first words; "" for one that is missing.
+
+    If there are two mistakes, the lines of the first one count.
+    """
+    lines = verdict.partition("another difference")[0].splitlines()
+    said = {
+        word: " ".join(x.strip()[len(word) :].strip() for x in lines if x.startswith(f"  {word}"))
+        for word in ("where", "layout", "first", "between", "likely", "refused", "error", "hangs")
+    }
+    if not said["first"]:  # what one rank finds by itself has no layout
+        said["first"] = next((x for x in lines if x.startswith("WRONG on one rank")), "")
+    return said
 
 
 def judged(fault: dict[str, Any], row: dict[str, Any]) -> tuple[bool, bool, bool]:

@@ -279,7 +279,8 @@ def _wrong_factors(
             return
     if abs(factor - 2) < CLOSE:
         yield "twice one rank's: as if a sum were taken twice"
-    elif difference.key[1] != AFTER:  # of weights an update changes little, whatever is wrong
+    # 1 explains nothing; and of weights an update changes little, whatever is wrong
+    elif abs(factor - 1) > CLOSE and difference.key[1] != AFTER:
         yield f"{factor:.6g} times one rank's"
 
 
