@@ -122,7 +122,6 @@ class MLP(nn.Module):
         shape: tuple[int, ...] = (f,)
         matrices = Matrices()
         self.activation = activation_of(model)
-        self.multiplier = model.multiplier("mlp")
         if model.up_matrices == 2:
             shape = (2, f)
             matrices = Matrices(each=(0,))  # gate and up
@@ -136,17 +135,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output for x: (s, b, h), or (s/tp, b, h) with sequence parallelism."""
-        return times(self.down(self.activation(self.up(x))), self.multiplier)
-
-
-def times(x: Tensor, multiplier: float) -> Tensor:
-    """Return x times a number, and x itself for 1."""
-    return x if multiplier == 1.0 else x * multiplier
-
-
-def _relu2(x: Tensor) -> Tensor:
-    """Return the square of ReLU (arXiv 2109.08668), as Nemotron has it."""
-    return F.relu(x).square()
+        return self.down(self.activation(self.up(x)))
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -159,6 +148,11 @@ def _geglu(x: Tensor) -> Tensor:
     """Return gelu(gate) * up, (s, b, f), with gelu by tanh, for x as in `_swiglu`."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def _relu2(x: Tensor) -> Tensor:
+    """Return the square of ReLU (arXiv 2109.08668), as Nemotron has it."""
+    return F.relu(x).square()
 
 
 @functools.cache
@@ -225,6 +219,11 @@ def _mixer(name: str, model: ModelShape, index: int) -> Callable[..., nn.Module]
     return functools.partial(Attention, block=model.attention_of(index))
 
 
+def times(x: Tensor, multiplier: float) -> Tensor:
+    """Return x times a number, and x itself for 1."""
+    return x if multiplier == 1.0 else x * multiplier
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)); layers/mixers.py has what may be in the place
     of attention, or beside it. With hybrid_pattern a block is one of these two parts.
@@ -254,6 +253,7 @@ class Block(nn.Module):
             for name in self.mixer_names
         ]
         self.has_mlp = model.has_mlp(index)
+        self.mlp_multiplier = model.multiplier("mlp")
         self.kind = model.block_of(index)  # --block: where the norms are
         self.is_sandwich = self.kind == "sandwich"
         if self.is_sandwich:  # norms of the outputs too
@@ -313,9 +313,7 @@ class Block(nn.Module):
         if not self.has_mlp:  # a block of attention or a mixer alone
             x, normed = self.attention_norm.add_and_normalise(x, y)
             return x, scaled(mix(normed))
-        mlp: Callable[[Tensor], Tensor] = self.mlp
-        if self.has_experts:
-            mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
+        mlp = functools.partial(self._mlp, chosen_experts=chosen_experts)
         if not self.mixer_names:  # a block of an MLP alone
             x, normed = self.mlp_norm.add_and_normalise(x, y)
             return x, scaled(mlp(normed))
@@ -348,6 +346,11 @@ class Block(nn.Module):
             for (_, mixer), mask, factor in zip(self.mixers(), masks, self.multipliers, strict=True)
         ]
         return results[0] if len(results) == 1 else results[0] + results[1]
+
+    def _mlp(self, x: Tensor, chosen_experts: list[Tensor]) -> Tensor:
+        """Return the result of the MLP or the experts for x; chosen_experts: see `forward`."""
+        y = self.mlp(x, chosen_experts=chosen_experts) if self.has_experts else self.mlp(x)
+        return times(y, self.mlp_multiplier)
 
     def _scaled(self, y: Tensor) -> Tensor:
         """Return what is added to the residual stream for a result of attention or MLP."""

@@ -419,7 +419,8 @@ def _fields_that_came(family: Family, model: ModelShape, came: dict[str, Any]) -
             if isinstance(theirs, (str, bool)) and translations.get(theirs) == values[ours]:
                 spelled[name] = theirs
     shape = {name for names in family.fields.values() for name in names}
-    written = {*shape, *ROPE, *family.fixed, *family.odd.names}
+    of_rope = ROPE if family.has_rotary else ()
+    written = {*shape, *of_rope, *family.fixed, *family.odd.names}
     written |= {"model_type", "architectures", "dtype", "torch_dtype"}
     if family.rope_by_kind is not None:
         written.add(family.rope_by_kind[0])

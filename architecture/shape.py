@@ -543,8 +543,8 @@ class ModelShape:
 
         With expert_interval 2 these are the blocks 1, 3, 5, ..., without the first dense layers.
         """
-        if self.hybrid_pattern != "none":
-            return self.hybrid_pattern[block] == "E"
+        if part := self.part_of(block):
+            return part == "E"
         if self.experts == 1 or block < self.first_dense_layers:
             return False
         return (block + 1) % self.expert_interval == 0
@@ -553,16 +553,29 @@ class ModelShape:
         """Return whether the block with number `block`, from 0, has a window, however long."""
         return self.window > 0 and flags_of(self.window_blocks, self.layers)[block]
 
+    def part_of(self, block: int) -> str:
+        """Return the letter of hybrid_pattern for the block with number `block`; "" without one.
+
+        Raise UserError if the pattern has another number of blocks.
+        """
+        if self.hybrid_pattern == "none":
+            return ""
+        if len(self.hybrid_pattern) != self.layers:
+            raise UserError(
+                f"hybrid_pattern has {len(self.hybrid_pattern)} blocks, but layers is {self.layers}"
+            )
+        return self.hybrid_pattern[block]
+
     def has_mlp(self, block: int) -> bool:
         """Return whether the block with number `block`, from 0, has an MLP or experts."""
-        return self.hybrid_pattern == "none" or self.hybrid_pattern[block] in "-E"
+        return self.part_of(block) in ("", "-", "E")
 
     def mixers_of(self, block: int) -> tuple[str, ...]:
         """Return what mixes the tokens in the block with number `block`: attention, a mixer, both
         side by side, or nothing in a block that is an MLP alone.
         """
-        if self.hybrid_pattern != "none":
-            return {"M": (self.mixer,), "*": ("attention",)}.get(self.hybrid_pattern[block], ())
+        if part := self.part_of(block):
+            return {"M": (self.mixer,), "*": ("attention",)}.get(part, ())
         if self.mixer == "attention" or not flags_of(self.mixer_blocks, self.layers)[block]:
             return ("attention",)
         return ("attention", self.mixer) if self.mixer_beside else (self.mixer,)

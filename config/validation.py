@@ -198,8 +198,7 @@ def _check_pattern(model: ModelShape) -> None:
             f"hybrid_pattern is none, or M for the mixer, * attention, - an MLP and E experts, not "
             f"{pattern!a:.80}"
         )
-    if len(pattern) != model.layers:
-        raise UserError(f"hybrid_pattern has {len(pattern)} blocks, but layers is {model.layers}")
+    model.part_of(0)
     if "M" not in pattern:
         raise UserError(f"hybrid_pattern({pattern}) has no block with the mixer({model.mixer}): M")
     if "E" in pattern and model.experts == 1:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import compare
+import document_worker
 import golden_worker
 import pytest
 import sample_worker
@@ -215,6 +216,27 @@ def test_nothing_of_another_document_moves(mixer):
             later = own & (torch.arange(len(x)) >= place)
             assert not moved[~later, sample].any(), (place, sample)
             assert moved[place, sample]
+
+
+LAYOUTS = [{"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "cp_mixer": "heads", "sequence_parallel": True}]
+LAYOUTS += [{"cp": 4, "dp": 1}, {"tp": 4, "sequence_parallel": True, "recompute": "selective"}]
+
+
+def test_nothing_of_another_document_moves_in_a_layout(tmp_path):
+    """Every kind of mixer, and where it may be, with attention in other blocks or beside it."""
+    sizes = {"layers": 4, "seq_length": 24, "precision": "fp64", "positions": "rotary"}
+    sizes |= {"mixer_blocks": "1:1", "mixer_kernel": 4, "reset_attention": True, "eod_token": 5}
+    sizes |= {"mixer_key_heads": 8, "mixer_value_heads": 8, "micro_batch_size": 2}
+    cases = [sizes | {"mixer": mixer} for mixer in CLASSES]
+    cases.append(sizes | {"mixer": "mamba2", "mixer_key_heads": 1, "mixer_beside": True})
+    alone = {"mixer_blocks": "all", "hybrid_pattern": "M*-M", "mixer_key_heads": 4}
+    cases.append(sizes | alone | {"mixer": "mamba2"})
+    jobs = [case | layout for case in cases for layout in LAYOUTS]
+    jobs = [job for job in jobs if job["mixer_key_heads"] > 1 or "cp_mixer" not in job]
+    results = results_of(document_worker.__file__, 4, jobs, tmp_path)
+    for job, result in zip(jobs, results, strict=True):
+        assert result["wrong"] == 0, job
+        assert result["reached"] > 40, job
 
 
 def piece(layer, x, cache):
