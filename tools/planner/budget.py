@@ -88,8 +88,9 @@ def budget(question: Question) -> Answer:
     lines += [*ranked_lines([best.line], best.question), *notes([best.line])]
     command = as_typed(f"python plan.py layouts {_flags_of_shape(best)} --gpus {gpus}")
     lines.append(f"its layouts: {command}")
-    written = recipe.make(best) if options.write else None
-    if written is not None:
+    if options.write:
+        run, layout = best.question.config, best.line.layout
+        written = recipe.make(run, layout, best.tokens, best.loss)
         paths.write_file(options.write, written.toml())
         lines += [f"wrote {options.write}:", *(f"  {line}" for line in written.lines())]
         lines += [f"  {as_typed(line)}" for line in written.commands(options.write)]

@@ -1,6 +1,6 @@
 """The whole run that `plan.py budget --write FILE` writes: a run file, and the ladder before it.
 
-    recipe = make(found)             found: of budget.py, a shape with its tokens and layout
+    recipe = make(run, layout, tokens, loss)     run: with the model and the batch of the budget
     recipe.run, recipe.rungs         the large run and three small ones, each a Config
     recipe.lines()                   what of it is a law, a fit or a habit
 
@@ -18,7 +18,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from architecture import model_stats
 from architecture.mup import check_mup
@@ -28,9 +28,6 @@ from config.command_line import reshape
 from config.schema import GROUPS, Config, Layout
 from tools.planner import model_sizes
 from tools.planner.scaling_laws import BATCH_LAWS, RATE_LAW
-
-if TYPE_CHECKING:
-    from tools.planner.budget import Found
 
 PARTS = (32, 16, 8)  # the runs of the ladder have this part of the large one's parameters
 WARMUP = 0.01  # share of the run
@@ -44,7 +41,6 @@ class Recipe:
     run: Config
     rungs: tuple[Config, ...]
     batches: dict[str, float]
-    gpus: int
 
     def lines(self) -> list[str]:
         """Return lines that say what was chosen and by what."""
@@ -89,12 +85,15 @@ class Recipe:
         return "\n".join([*head, *toml_of(self.run)]) + "\n"
 
 
-def make(found: "Found") -> Recipe:
+def make(run: Config, layout: Layout, tokens: float, loss: float) -> Recipe:
     """Return the recipe of a budget's answer.
 
-    Raise UserError if the model is too small for a ladder, or muP does not have a part of it.
+    run: with its model and its batch. layout: the fastest. tokens: of the run. loss: by the law of
+    the budget, at its end. Raise UserError if the model is too small for a ladder, or muP does not
+    have a part of it.
     """
-    size, like = found.parameters, found.shape
+    like = run.model
+    size = model_stats.parameters(like)
     shapes = [_rung(like, size, part) for part in PARTS]
     base = shapes[0]
     known = [model_stats.parameters(shape) for shape in shapes]
@@ -104,26 +103,24 @@ def make(found: "Found") -> Recipe:
             f"{size:,} parameters, of which the vocabulary of {like.vocab_size:,} leaves no shape: "
             "a larger budget, or --model with fewer tokens"
         )
-    ratio = found.tokens / size
+    ratio = tokens / size
     rate = RATE_LAW.rate(_without_embedding(base), ratio * known[0])
     rate = float(f"{rate:.2g}")
-    run = found.question.config
-    run = _config(run, like, base, found.line.layout, found.tokens, rate)
+    run = _config(run, like, base, layout, tokens, rate)
     batch = run.training.global_batch_size
     large = batch * like.seq_length
     rungs = []
     for shape, parameters in zip(shapes, known, strict=True):
-        tokens = ratio * parameters
-        share = BATCH_LAWS[0].tokens(parameters, tokens) / BATCH_LAWS[0].tokens(size, found.tokens)
+        read = ratio * parameters
+        share = BATCH_LAWS[0].tokens(parameters, read) / BATCH_LAWS[0].tokens(size, tokens)
         samples = 2 ** max(3, round(math.log2(share * large / shape.seq_length)))
         training = replace(run.training, global_batch_size=samples)
         rungs.append(
-            _config(replace(run, training=training), shape, base, Layout(dp=1), tokens, rate)
+            _config(replace(run, training=training), shape, base, Layout(dp=1), read, rate)
         )
-    loss = found.loss
-    batches = {law.name: law.tokens(size, found.tokens, loss) for law in BATCH_LAWS}
+    batches = {law.name: law.tokens(size, tokens, loss) for law in BATCH_LAWS}
     check_mup(run.model, run.training.optimizer)
-    return Recipe(run, tuple(rungs), batches, found.question.gpus)
+    return Recipe(run, tuple(rungs), batches)
 
 
 def _count(number: float) -> str:
