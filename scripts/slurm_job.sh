@@ -21,13 +21,17 @@
 #
 # With GPU=NAME, a machine of hardware/, the run is rehearsed before srun, on CPU cores of the first
 # node: rehearse.py, a process, 10 s to a minute. A run that it rejects ends here with status 2.
+#
+# A file that an installed trine-plan wrote sets TRINE_FOLDER, the folder of the package, and its TRINE_PYTHON.
+TRINE_PYTHON=${TRINE_PYTHON:-.venv/bin/python}
+TRINE_FOLDER=${TRINE_FOLDER:+$TRINE_FOLDER/} # none: this folder, which is a clone
 
 ranks() {
     local words step status spare=${SPARE_NODES:-0} fewer=()
     mkdir -p "$LOGS"
     export SEGMENTS="${SEGMENTS:-${STAGES:-}}" # a job of version 0.3 or earlier has STAGES
     if [ -n "$SEGMENTS" ]; then
-        words=$(.venv/bin/python scripts/growing_jobs.py words "$SEGMENTS" "$@") || return 2
+        words=$("$TRINE_PYTHON" "${TRINE_FOLDER}scripts/growing_jobs.py" words "$SEGMENTS" "$@") || return 2
         set -- "$@" $words # of the segment; none has a space in it
         echo "segment: $words"
     fi
@@ -35,11 +39,11 @@ ranks() {
     [ "${GPU:-none}" = none ] || fewer=(--gpu "$GPU" --max-slowdown "${MAX_SLOWDOWN:-1.5}")
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before
     # Python handles it must not end it: SIGTERM follows at the limit.
-    env --ignore-signal=USR1 .venv/bin/python supervise.py --spare-nodes "$spare" "${fewer[@]}" -- \
+    env --ignore-signal=USR1 "$TRINE_PYTHON" "${TRINE_FOLDER}supervise.py" --spare-nodes "$spare" "${fewer[@]}" -- \
         srun --mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --distribution=block:block --gpu-bind=none \
         --open-mode=append --output="$LOGS/%x-%j.%n.%N.out" \
-        env --ignore-signal=USR1 .venv/bin/python "$@" &
+        env --ignore-signal=USR1 "$TRINE_PYTHON" "$TRINE_FOLDER$@" &
     step=$!
     trap 'kill -USR1 $step' USR1
     trap : TERM # the ranks receive it too, and this shell waits until they have saved
@@ -48,7 +52,7 @@ ranks() {
         kill -0 $step 2>/dev/null || break
     done
     echo "$(date +%FT%T) job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: status $status"
-    .venv/bin/python scripts/requeue.py "$status" "$@" || true # $status counts
+    "$TRINE_PYTHON" "${TRINE_FOLDER}scripts/requeue.py" "$status" "$@" || true # $status counts
     return $status
 }
 
@@ -57,13 +61,13 @@ not_rejected() { # by the rehearsal; without an answer of it the run is started
     echo "rehearsing on fake GPUs, $GPU: $LOGS/rehearsal.txt"
     rm -f "$LOGS/rehearsal.json"
     local nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
-    .venv/bin/python rehearse.py --gpus $((nodes * SLURM_NTASKS_PER_NODE)) \
+    "$TRINE_PYTHON" "${TRINE_FOLDER}rehearse.py" --gpus $((nodes * SLURM_NTASKS_PER_NODE)) \
         --nodes "$nodes" --gpu "$GPU" --json "$LOGS/rehearsal.json" "${@:2}" \
         >"$LOGS/rehearsal.txt" 2>&1 || status=$?
     if [ $status = 0 ]; then
         echo "rehearsed in $((SECONDS - began)) s: all operations of the ranks that were run match, and it fits"
     elif [ $status = 1 ] && [ -f "$LOGS/rehearsal.json" ]; then
-        finding=$(.venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["finding"])' \
+        finding=$("$TRINE_PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["finding"])' \
             <"$LOGS/rehearsal.json")
         echo "error: the rehearsal rejects this run: $finding; GPU=none sbatch ... skips it" >&2
         return 2

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from config import validation
 from config.command_line import parse
 from costs import hardware, memory, risk
 from costs.job import Job
+from tools.planner.batch_file import TEMPLATE, outside_a_clone
 
 MODEL = "--model gpt2-1.5b --global-batch-size 64"
 
@@ -143,6 +145,22 @@ def test_the_launcher_of_a_batch_file_is_the_one_of_the_mpi(tmp_path):
         words = (tmp_path / "words").read_text().split()
         assert words[words.index("srun") + 1] == wanted
         assert {"--distribution=block:block", "--gpu-bind=none"} <= set(words)
+
+
+def test_the_file_of_an_installed_plan_names_its_package(tmp_path):
+    """It may be submitted in any folder, which has no scripts/ and no .venv."""
+    head = TEMPLATE.read_text().partition("ranks train.py ")[0]
+    text = outside_a_clone(head, str(ROOT), sys.executable)
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert not re.search(r"(plan|prepare_data)\.py", text), comments
+    script = 'env() { shift; echo "$@" >> words; }\n'
+    text = text.replace('cd "$SLURM_SUBMIT_DIR"', f"cd {tmp_path}")
+    done = start(
+        ["bash", "-c", f"{script}{text}ranks train.py --out run"], SLURM_JOB_ID="7", GPU="none"
+    )
+    words = (tmp_path / "words").read_text().split()
+    assert words[:2] == [sys.executable, f"{ROOT}/supervise.py"], done.err
+    assert f"{ROOT}/train.py" in words
 
 
 @pytest.mark.slow

@@ -286,6 +286,8 @@ def test_only_numpy_plans_and_the_others_say_what_to_install(with_numpy, own):
     assert " trine-train --model 176b " in out
     assert "train.py" not in out + run_in(own, with_numpy / "trine-plan", "layouts", "--help")[1]
     assert run_in(own, with_numpy / "trine-plan", *words, "--sbatch", "a.sbatch")[0] == 0
+    (sourced,) = re.findall(r"TRINE_FOLDER=(\S+)", (own / "a.sbatch").read_text())
+    assert Path(sourced, "scripts", "slurm_job.sh").exists()
     code = f"import trine; print(trine.plan({words})['ranked'][0]['tp'])"
     assert run_in(own, with_numpy / "python", "-c", code) == (0, "4\n", "")
     install = "`pip install 'trine[train]'`"

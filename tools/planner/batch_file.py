@@ -10,9 +10,11 @@ resuming. scripts/slurm_job.sh, which it reads, starts the ranks.
 import math
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from base import console
 from base.cli import check_decoded
 from base.errors import UserError
 from base.paths import write_file
@@ -66,7 +68,21 @@ def write(path: str, machine: Machine, gpus: int, seconds: float, words: Sequenc
     text = text.replace("OUT=${OUT:-runs/train}", f"OUT=${{OUT:-{shlex.quote(out)}}}")
     text = text.replace("sbatch scripts/train.slurm", f"sbatch {shlex.quote(path)}")
     head, _, _ = text.partition("ranks train.py ")
+    if console.IS_INSTALLED:
+        head = outside_a_clone(head, str(console.ROOT), sys.executable)
     write_file(path, head + _command(words, seconds, "cpu" if on_cpu else "cuda"))
+
+
+def outside_a_clone(head: str, root: str, python: str) -> str:
+    """Return the file up to its command, so that it may be submitted in any folder.
+
+    root: the folder of the installed package, with its programs. python: which has it.
+    """
+    in_clone = re.compile(r"(?m)^\[ -f scripts/slurm_job\.sh \].*\n")
+    sources = f"TRINE_FOLDER={shlex.quote(root)}\nTRINE_PYTHON={shlex.quote(python)}\n"
+    sources += 'source "$TRINE_FOLDER/scripts/slurm_job.sh"'
+    head = in_clone.sub("", head).replace("source scripts/slurm_job.sh", sources)
+    return console.as_typed(head.replace("submit it in the repository", "submit it"), True)
 
 
 def _command(words: Sequence[str], seconds: float, device: str) -> str:

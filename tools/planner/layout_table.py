@@ -8,6 +8,7 @@ found_layouts.py finds the answer; here it is rendered as text, a batch file and
 import re
 import shlex
 
+from base.console import IS_INSTALLED
 from base.errors import UserError
 from config import schema
 from costs import risk
@@ -150,7 +151,8 @@ def _batch_file(found: FoundLayouts) -> str:
     batch_file.write(question.options.sbatch, question.machine, question.gpus, longest, words)
     where = shlex.quote(question.options.sbatch)
     what = flags_text(chosen.layout, question)
-    return f"written: {where}, for {what}; in the repository: sbatch {where}"
+    folder = "in the folder of the corpus" if IS_INSTALLED else "in the repository"
+    return f"written: {where}, for {what}; {folder}: sbatch {where}"
 
 
 def _draw(found: FoundLayouts) -> None:
