@@ -1,4 +1,7 @@
-"""Sizes of buffers that a run allocates and a plan counts: gradient buckets, logits of a loss."""
+"""Sizes of buffers that a run allocates and a plan counts.
+
+They are those of gradient buckets, of Muon's exchange, and of the logits of a loss.
+"""
 
 # The most gradients that are reduced in one operation: enough to use the links, few enough that
 # the reduction overlaps with the backward pass.
@@ -6,6 +9,9 @@ BUCKET_ELEMENTS = 16 * 2**20
 # A small model has BUCKETS buckets, so that reductions overlap, unless a bucket would then have
 # fewer than LEAST_BUCKET gradients.
 BUCKETS, LEAST_BUCKET = 8, 2**20
+# The most elements of whole matrices that a rank gets in one round of Muon's exchange, unless a
+# single matrix has more (optim/matrix_owners.py): 67 MB in FP32, enough to use the links.
+ROUND_ELEMENTS = 2**24
 # The number of logits that the loss holds in fp32 at a time. They must stay in a cache between
 # kernels: 17 MB in a GPU's L2 cache (40 MB from A100 on), or 0.5 MB in the L2 cache of a CPU core.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}

@@ -2,8 +2,8 @@
 
     matrices_of_block(model, mode)   the matrices that are updated by themselves: (rows, columns)
     newton_schulz_seconds(job)       the iteration on the matrices of the busiest owner
-    exchange_seconds(job)            the two all-to-alls
-    exchange_bytes(job, parts)       their buffers, which exist only during the update
+    exchange_seconds(job)            the all-to-alls, which run in rounds
+    exchange_bytes(job, parts)       buffers of a few rounds, which exist only during the update
 
 Every other optimizer has 0 of each. optim/muon.py and optim/matrix_owners.py are what is priced.
 """
@@ -12,12 +12,14 @@ import numpy as np
 
 from architecture.model_stats import attends, mixer_matrices, mixes
 from architecture.shape import ModelShape
+from config.buffer_sizes import ROUND_ELEMENTS
 from costs import op_costs
 from costs.job import Column, Job
 from costs.memory_terms import Parts
 
 STEPS = 5  # of the iteration, as in optim/muon.py
 MATRIX_BYTES = 4.0  # bytes of a number that is exchanged: the type of the masters
+ITERATION_BYTES = {"master": 4.0, "bf16": 2.0}  # of a number in the iteration, by muon_dtype
 
 
 def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
@@ -111,7 +113,7 @@ def newton_schulz_seconds(job: Job) -> Column:
     training = job.training
     if training.optimizer != "muon":
         return 0.0
-    size = 2 if training.muon_dtype == "bf16" else 4
+    size = int(ITERATION_BYTES[training.muon_dtype])
     total = 0.0
     largest = 0.0
     for share, kind in job.kinds:
@@ -146,13 +148,34 @@ def exchange_seconds(job: Job) -> Column:
 
 
 def exchange_bytes(job: Job, parts: Parts) -> Column:
-    """Return the bytes of the exchange's buffers on a rank of each stage.
+    """Return the bytes of the exchange's buffers, and of the iteration, on a rank of each stage.
 
-    A message and what arrives are there at once, and with them the matrices of one owner. Gradients
+    A rank gets its matrices in rounds of at most ROUND_ELEMENTS, or one matrix, the largest first.
+    While it updates those of a round, the iteration holds them twice more, in its own type, and two
+    products of their smaller sides; a message of the next round goes out and one comes in; and the
+    round before returns in two messages. Without ZeRO all that returns goes to each rank. Gradients
     hold the updates, so these take no memory. Activations are gone by then.
     """
-    if job.training.optimizer != "muon":
+    training = job.training
+    if training.optimizer != "muon":
         return 0.0
-    local = parts.blocks * job.block_parameters / job.layout.tp * MATRIX_BYTES
+    local = parts.blocks * job.block_parameters / job.layout.tp
     share = local / job.shards
-    return share + 2 * np.where(job.layout.zero > 0, share, local)
+    sides = [
+        (min(rows, columns), max(rows, columns))
+        for _, kind in job.kinds
+        for _, rows, columns in matrices_of_block(kind.model, training.muon_qkv)
+    ]
+    small, large = max(sides, key=lambda side: newton_schulz_flops(*side))
+    own = np.minimum(share, max(ROUND_ELEMENTS, small * large))  # elements of a rank in a round
+    rounds = np.ceil(share / np.maximum(own, 1.0))
+    square = max(small / large for small, large in sides)
+    products = np.where(rounds > 2, square, small / large)
+    iteration = own * 2 * (1 + products) * ITERATION_BYTES[training.muon_dtype]
+    held = own * MATRIX_BYTES
+    # A rank sends its matrices to as many ranks as it gets matrices from.
+    copies = np.where(job.layout.zero > 0, 1, job.shards)
+    returned = 2 * np.minimum(local, own * copies) * MATRIX_BYTES
+    following = 2 * np.minimum(held, (share - own) * MATRIX_BYTES)
+    before = np.where(rounds > 2, returned, 0.0)
+    return held + following + np.maximum(before + iteration, returned)

@@ -2,16 +2,22 @@
 
 Muon's update needs whole matrices, but a rank holds parts of them: tensor parallelism cuts matrices
 along rows or columns, and ZeRO cuts the flat buffers of optim/buckets.py anywhere. Every matrix
-gets one owner among the ranks that hold its parts or copies. For all matrices of an update set
-there is one all-to-all to the owners, and one back:
+gets one owner among the ranks that hold its parts or copies. Matrices go to their owners by an
+all-to-all, and return by another:
 
     section of rank 0  [ a a a b ]  ->  owner of a: whole a  ->  f(a)  ->  [ a' a' a' b' ]
     section of rank 1  [ b b c c ]  ->  owner of b: whole b  ->  f(b)  ->  [ b' b' c' c' ]
 
+This takes place in rounds, in each of which an owner has at most `round_elements` elements, or one
+matrix: so the memory of the exchange does not grow with the model. While a round is computed, the
+matrices of the next one arrive and those of the last one return.
+
 A parameter says how it divides into matrices (parallel.Matrices): each matrix is a box of indices
 of the global tensor. The elements of a box that are in a rank's section are one run of the box's
 elements in row-major order, because a rank's buffer is in row-major order too. So a message is a
-run for each matrix, and no indices are sent. Padding is in no box.
+run for each matrix, and no indices are sent. Padding is in no box. In the section itself a run is a
+few pieces of adjacent elements: that of q in a tensor of q, k and v has one for each group of
+heads.
 
 Ranks of the exchange are numbered r * T + t: r is the replica, t the tensor rank, T the number of
 tensor ranks. If several ranks hold copies of an element (without ZeRO all replicas do, and of a
@@ -26,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group
+from distributed.collectives import Group, Handle
 from parallel import Box, ParamSpec
 
 
@@ -64,11 +70,49 @@ class _Matrix(NamedTuple):
     shape: tuple[int, int]
 
 
+class _Piece(NamedTuple):
+    """Adjacent elements [start, stop) of this rank's section `section`."""
+
+    section: int
+    start: int
+    stop: int
+
+
+class _Round(NamedTuple):
+    """The matrices that are exchanged together, as this rank sees them.
+
+    own: the indices of those that this rank updates. out: the pieces that this rank sends to their
+    owners, by rank. come: the parts of its own matrices that arrive, by rank: (rank, matrix).
+    back: the pieces that the owners return. In all_to_all's form, (elements from each rank,
+    elements to each rank), the sizes of the messages `to_owners` and `to_holders`.
+    """
+
+    own: list[int]
+    out: list[_Piece]
+    come: list[tuple[int, int]]
+    back: list[_Piece]
+    to_owners: tuple[list[int], list[int]]
+    to_holders: tuple[list[int], list[int]]
+
+
+class _Message(NamedTuple):
+    """An all-to-all that has been started: its handle, what it sends, and what arrives."""
+
+    handle: Handle
+    source: Tensor
+    output: Tensor
+
+    def arrived(self) -> Tensor:
+        """Wait for the all-to-all, and return what has arrived."""
+        self.handle.wait()
+        return self.output
+
+
 class MatrixOwners:
     """The matrices of an update set, their owners, and the exchange of their elements.
 
     matrices: all of them, in the order of the buckets. owner_of: for each matrix the rank of the
-    exchange that updates it. own: the indices of this rank's matrices.
+    exchange that updates it.
     """
 
     def __init__(
@@ -78,12 +122,14 @@ class MatrixOwners:
         tensor_ranks: int,
         heads: str,
         cost: Callable[[int, int], float],
+        round_elements: int,
     ):
         """Find the matrices and give each an owner, the same on all ranks.
 
         group: the ranks that hold parts or copies. tensor_ranks: how many of them cut a tensor; 1
         for experts, whose matrices are whole. heads: the value of muon_qkv. cost: the work of an
-        update by rows and columns; the owners' sums of it are about equal.
+        update by rows and columns; the owners' sums of it are about equal. round_elements: the most
+        that an owner has in a round, if that is more than one matrix.
         """
         self.sections = sections
         self.group = group
@@ -94,57 +140,85 @@ class MatrixOwners:
                 self.matrices += _matrices_in(placed.spec, (number, index), heads)
         costs = [cost(*matrix.shape) for matrix in self.matrices]
         self.owner_of = balanced(costs, group.size)
-        here = group.rank
-        owned_by: list[list[int]] = [[] for _ in range(group.size)]
-        for n, owner in enumerate(self.owner_of):
-            owned_by[owner].append(n)
-        self.own = owned_by[here]
-        ranks = range(group.size)
-        # Pairs (rank, matrix) in the order of the messages' elements. `out`: of the parts that this
-        # rank sends to owners, and gets back; `come`: of the parts of its own matrices.
-        self._out = [(k, n) for k in ranks for n in owned_by[k] if self._is_sent(n, here, k)]
-        self._come = [(k, n) for k in ranks for n in self.own if self._is_sent(n, k, here)]
-        self._return = [(k, n) for k in ranks for n in self.own]
-        self._back = [(k, n) for k in ranks for n in owned_by[k]]
-        self._runs_here = {n: self._run(n, here) for n in range(len(self.matrices))}
-        self._runs_of_own = {(k, n): self._run(n, k) for k in ranks for n in self.own}
+        sizes = [math.prod(matrix.shape) for matrix in self.matrices]
+        rounds = in_rounds(costs, sizes, self.owner_of, round_elements)
+        self._runs_of_own = {
+            (k, n): self._run(n, k)
+            for n, owner in enumerate(self.owner_of)
+            for k in range(group.size)
+            if owner == group.rank
+        }
+        self._rounds = [self._round(numbers) for numbers in rounds]
+
+    def _round(self, numbers: list[int]) -> _Round:
+        """Return the round of these matrices."""
+        here = self.group.rank
+        ranks = range(self.group.size)
+        of_owner: list[list[int]] = [[] for _ in ranks]
+        for n in numbers:
+            of_owner[self.owner_of[n]].append(n)
+        own = of_owner[here]
+        out, back = [], []
+        sent, returned = [0] * self.group.size, [0] * self.group.size
+        for k in ranks:
+            for n in of_owner[k]:
+                pieces = self._pieces(n)
+                size = sum(stop - start for _, start, stop in pieces)
+                back += pieces
+                returned[k] += size
+                if self._is_sent(n, here, k):
+                    out += pieces
+                    sent[k] += size
+        come = [(k, n) for k in ranks for n in own if self._is_sent(n, k, here)]
+        arriving, leaving = [0] * self.group.size, [0] * self.group.size
+        for k, n in come:
+            arriving[k] += _length(self._runs_of_own[k, n])
+        for k in ranks:
+            leaving[k] = sum(_length(self._runs_of_own[k, n]) for n in own)
+        return _Round(own, out, come, back, (arriving, sent), (returned, leaving))
 
     def update(self, tensors: list[Tensor], function: Callable[[list[Tensor]], None]) -> None:
         """Replace every matrix by what `function` makes of it; collective over the group.
 
         tensors: for each section this rank's elements, flat, which are read and overwritten.
-        function: takes this rank's matrices in the order of `own`, each (rows, columns), perhaps
-        none, and overwrites them.
+        function: takes matrices of this rank, each (rows, columns), perhaps none, and overwrites
+        them. It is called once in each round.
         """
-        like = tensors[0]
-        parts = self._read(tensors)
-        sent = [(k, parts[n]) for k, n in self._out]
-        lengths = [(k, _length(self._runs_of_own[k, n])) for k, n in self._come]
-        received = dict(zip(self._come, self._exchange(like, sent, lengths)))
-        whole = [self._join(n, received) for n in self.own]
-        function(whole)
-        result = dict(zip(self.own, whole))
-        sent = [(k, self._part(n, k, result[n])) for k, n in self._return]
-        lengths = [(k, _length(self._runs_here[n])) for k, n in self._back]
-        back = self._exchange(like, sent, lengths)
-        self._write(tensors, {n: values for (_, n), values in zip(self._back, back)})
+        coming = [self._send(tensors, round_) for round_ in self._rounds[:1]]
+        going: tuple[_Round, _Message] | None = None  # the round that returns
+        for number, round_ in enumerate(self._rounds):
+            message = coming.pop()
+            coming += [
+                self._send(tensors, after) for after in self._rounds[number + 1 : number + 2]
+            ]
+            whole = self._join(round_, message.arrived())
+            del message
+            function(whole)
+            if going:
+                _write(tensors, *going)
+                going = None  # frees what the round before has sent
+            parts = [self._divided(n, matrix) for n, matrix in zip(round_.own, whole)]
+            sent = [runs[k] for k in range(self.group.size) for runs in parts]
+            going = round_, self._start(tensors[0], sent, round_.to_holders)
+            del whole, parts, sent
+        if going:
+            _write(tensors, *going)
 
-    def _exchange(
-        self, like: Tensor, sent: list[tuple[int, Tensor]], lengths: list[tuple[int, int]]
-    ) -> Sequence[Tensor]:
-        """Send parts to ranks, and return the parts that arrive: one all-to-all.
+    def _send(self, tensors: list[Tensor], round_: _Round) -> _Message:
+        """Start to send this rank's runs of a round's matrices to their owners."""
+        parts = [tensors[number][start:stop] for number, start, stop in round_.out]
+        return self._start(tensors[0], parts, round_.to_owners)
 
-        sent: pairs (rank, part), by rank. lengths: pairs (rank, elements) of the parts that arrive.
+    def _start(
+        self, like: Tensor, parts: list[Tensor], counts: tuple[list[int], list[int]]
+    ) -> _Message:
+        """Start an all-to-all of flat parts, which are in the order of the ranks they go to.
+
+        like: a tensor of the type of the messages. counts: as in Group.all_to_all.
         """
-        counts_in, counts_out = [0] * self.group.size, [0] * self.group.size
-        for rank, part in sent:
-            counts_out[rank] += part.numel()
-        for rank, length in lengths:
-            counts_in[rank] += length
-        source = torch.cat([like.new_empty(0), *(part.reshape(-1) for _, part in sent)])
-        output = like.new_empty(sum(counts_in))
-        self.group.at_once.all_to_all(output, source, (counts_in, counts_out)).wait()
-        return output.split([length for _, length in lengths])
+        source = torch.cat([like.new_empty(0), *parts])
+        output = like.new_empty(sum(counts[0]))
+        return _Message(self.group.all_to_all(output, source, counts), source, output)
 
     # ---- This rank's elements --------------------------------------------------------------------
 
@@ -156,63 +230,23 @@ class MatrixOwners:
 
     def _range(self, section: Section, placed: Placed, rank: int) -> tuple[int, int]:
         """Return which elements [start, stop) of the local parameter are in a rank's section."""
-        replica = rank // self.tensor_ranks
-        first = replica * section.size if section.sharded else 0
+        first = self._first(section, rank)
         size = math.prod(placed.shape)
         start, stop = first - placed.offset, first + section.size - placed.offset
         return min(max(start, 0), size), min(max(stop, 0), size)
 
-    def _opened(self, tensors: list[Tensor], place: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return a local parameter: its elements in this rank's section, and the whole of it.
+    def _first(self, section: Section, rank: int) -> int:
+        """Return the element of the bucket at which a rank's section begins."""
+        return rank // self.tensor_ranks * section.size if section.sharded else 0
 
-        The second is a view of the first if the section has all of it; else it is a copy, in which
-        the elements of other sections are zero.
-        """
-        section = self.sections[place[0]]
-        placed = section.parameters[place[1]]
-        start, stop = self._range(section, placed, self.group.rank)
-        replica = self.group.rank // self.tensor_ranks
-        first = placed.offset + start - (replica * section.size if section.sharded else 0)
-        held = tensors[place[0]][first : first + stop - start]
-        if held.numel() == math.prod(placed.shape):
-            return held, held.view(placed.shape)
-        whole = held.new_zeros(math.prod(placed.shape))
-        whole[start:stop] = held
-        return held, whole.view(placed.shape)
-
-    def _places(self) -> dict[tuple[int, int], list[int]]:
-        """Return the matrices of every parameter of which this rank holds elements."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for n, matrix in enumerate(self.matrices):
-            if _length(self._runs_here[n]):
-                found.setdefault(matrix.place, []).append(n)
-        return found
-
-    def _read(self, tensors: list[Tensor]) -> dict[int, Tensor]:
-        """Return this rank's run of every matrix, flat."""
-        parts = dict.fromkeys(range(len(self.matrices)), tensors[0].new_empty(0))
-        for place, numbers in self._places().items():
-            _, whole = self._opened(tensors, place)
-            for n in numbers:
-                box = self._local_box(n, self.group.rank)
-                parts[n] = whole[_slices(box)].reshape(-1)[slice(*self._runs_here[n])]
-        return parts
-
-    def _write(self, tensors: list[Tensor], parts: dict[int, Tensor]) -> None:
-        """Overwrite this rank's run of every matrix by `parts`, flat."""
-        for place, numbers in self._places().items():
-            held, whole = self._opened(tensors, place)
-            for n in numbers:
-                view = whole[_slices(self._local_box(n, self.group.rank))]
-                if parts[n].numel() == view.numel():
-                    view.copy_(parts[n].view(view.shape))
-                    continue
-                flat = view.reshape(-1).clone()
-                flat[slice(*self._runs_here[n])] = parts[n]
-                view.copy_(flat.view(view.shape))
-            if whole.numel() != held.numel():
-                section, placed = self._placed(numbers[0])
-                held.copy_(whole.view(-1)[slice(*self._range(section, placed, self.group.rank))])
+    def _pieces(self, n: int) -> list[_Piece]:
+        """Return where this rank's run of matrix n is in its section, in the run's order."""
+        number, _ = self.matrices[n].place
+        section, placed = self._placed(n)
+        here = self.group.rank
+        shift = placed.offset - self._first(section, here)
+        runs = pieces_of(self._local_box(n, here), placed.shape, self._run(n, here))
+        return [_Piece(number, start + shift, stop + shift) for start, stop in runs]
 
     # ---- Parts of matrices on other ranks --------------------------------------------------------
 
@@ -275,35 +309,42 @@ class MatrixOwners:
         start, stop = self._range(section, placed, rank)
         return elements_before(box, placed.shape, start), elements_before(box, placed.shape, stop)
 
-    def _join(self, n: int, received: dict[tuple[int, int], Tensor]) -> Tensor:
-        """Return the whole matrix n, contiguous, of the parts that ranks have sent."""
-        parts = []  # of the matrix's box, with their places in it
-        box = self.matrices[n].box
-        lengths = [stop - start for start, stop in box]
-        for t in range(self.tensor_ranks):
-            runs = [
-                received[k, n]
-                for k in range(t, self.group.size, self.tensor_ranks)
-                if (k, n) in received
-            ]
-            common = self._common(n, t)
-            here = [stop - start for start, stop in common]
-            if runs and 0 not in here:  # the runs are in the order of the sections
-                joined = runs[0] if len(runs) == 1 else torch.cat(runs)
-                parts.append((common, joined.view(here)))
-        if len(parts) == 1:
-            return parts[0][1].reshape(self.matrices[n].shape)
-        whole = parts[0][1].new_empty(lengths)
-        for common, part in parts:
-            whole[_slices(_inside(common, box))] = part
-        return whole.view(self.matrices[n].shape)
+    def _join(self, round_: _Round, arrived: Tensor) -> list[Tensor]:
+        """Return this rank's whole matrices of a round, each contiguous, of what has arrived."""
+        lengths = [_length(self._runs_of_own[pair]) for pair in round_.come]
+        received = dict(zip(round_.come, arrived.split(lengths)))
+        whole = []
+        for n in round_.own:
+            box = self.matrices[n].box
+            parts = []  # of the matrix's box, with their places in it
+            for t in range(self.tensor_ranks):
+                holders = range(t, self.group.size, self.tensor_ranks)
+                runs = [received[k, n] for k in holders if (k, n) in received]
+                common = self._common(n, t)
+                sides = [stop - start for start, stop in common]
+                if runs and 0 not in sides:  # the runs are in the order of the sections
+                    joined = runs[0] if len(runs) == 1 else torch.cat(runs)
+                    parts.append((_slices(_inside(common, box)), joined.view(sides)))
+            matrix = parts[0][1]
+            if len(parts) > 1:
+                matrix = matrix.new_empty([stop - start for start, stop in box])
+                for place, part in parts:
+                    matrix[place] = part
+            whole.append(matrix.reshape(self.matrices[n].shape))
+        return whole
 
-    def _part(self, n: int, rank: int, whole: Tensor) -> Tensor:
-        """Return a rank's run of matrix n, flat. whole: the matrix."""
+    def _divided(self, n: int, whole: Tensor) -> list[Tensor]:
+        """Return each rank's run of matrix n, flat. whole: the matrix."""
         box = self.matrices[n].box
         view = whole.view([stop - start for start, stop in box])
-        view = view[_slices(_inside(self._common(n, rank), box))]
-        return view.reshape(-1)[slice(*self._runs_of_own[rank, n])]
+        flats = [  # what each tensor rank has
+            view[_slices(_inside(self._common(n, t), box))].reshape(-1)
+            for t in range(self.tensor_ranks)
+        ]
+        return [
+            flats[k % self.tensor_ranks][slice(*self._runs_of_own[k, n])]
+            for k in range(self.group.size)
+        ]
 
 
 def _matrices_in(spec: ParamSpec, place: tuple[int, int], heads: str) -> list[_Matrix]:
@@ -338,6 +379,55 @@ def balanced(costs: list[float], owners: int) -> list[int]:
         owner_of[n] = owner
         heapq.heapreplace(sums, (total + costs[n], owner))
     return owner_of
+
+
+def in_rounds(
+    costs: list[float], sizes: list[int], owner_of: list[int], most: int
+) -> list[list[int]]:
+    """Return the numbers of the matrices of each round, ascending.
+
+    In a round an owner has at most `most` elements, or one matrix. Each owner begins with its most
+    costly matrices, so in a round all owners have about equal work.
+    """
+    filled: dict[int, tuple[int, int]] = {}  # by owner: its last round, and its elements there
+    rounds: list[list[int]] = []
+    for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+        number, elements = filled.get(owner_of[n], (0, 0))
+        if elements and elements + sizes[n] > most:
+            number, elements = number + 1, 0
+        filled[owner_of[n]] = number, elements + sizes[n]
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(n)
+    return [sorted(numbers) for numbers in rounds]
+
+
+def pieces_of(box: Box, shape: Sequence[int], run: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the flat ranges [start, stop) of a tensor of this shape that hold a run of a box.
+
+    run: elements [i, j) of the box in row-major order.
+    """
+    first, stop = run
+    if first == stop:
+        return []
+    # `inner` elements of the box are adjacent: all of its trailing dimensions that are whole, and
+    # one more. The other dimensions of the box count the ranges.
+    outer = len(shape) - 1
+    while outer > 0 and box[outer] == (0, shape[outer]):
+        outer -= 1
+    inner = math.prod(end - start for start, end in box[outer:])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found = []
+    for number in range(first // inner, -(-stop // inner)):
+        place = box[outer][0] * strides[outer]
+        rest = number
+        for dim in reversed(range(outer)):
+            start, end = box[dim]
+            rest, index = divmod(rest, end - start)
+            place += (start + index) * strides[dim]
+        low, high = max(first - number * inner, 0), min(stop - number * inner, inner)
+        found.append((place + low, place + high))
+    return found
 
 
 def elements_before(box: Box, shape: Sequence[int], end: int) -> int:
@@ -378,3 +468,12 @@ def _inside(part: Box, box: Box) -> Box:
 def _slices(box: Box) -> tuple[slice, ...]:
     """Return the index that takes a box out of a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def _write(tensors: list[Tensor], round_: _Round, message: _Message) -> None:
+    """Overwrite this rank's runs of a round's matrices by what the owners return."""
+    pieces = round_.back
+    values = message.arrived().split([stop - start for _, start, stop in pieces])
+    if pieces:
+        views = [tensors[number][start:stop] for number, start, stop in pieces]
+        torch._foreach_copy_(views, list(values))

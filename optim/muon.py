@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from config.buffer_sizes import ROUND_ELEMENTS
 from config.schema import Training
 from distributed.mesh import Mesh
 from optim.matrix_owners import MatrixOwners, Placed, Section
@@ -34,18 +35,16 @@ STEPS = 5
 # The smallest norm by which a matrix is divided, torch's value: a gradient that is rounding alone
 # is not blown up.
 LEAST_NORM = 1e-7
-# Matrices of one shape are updated in one batch of at most this number of elements.
-BATCH_ELEMENTS = 2**25
 
 
-def newton_schulz(matrices: Tensor) -> Tensor:
-    """Return nearly U V^T of each matrix U S V^T, in its type: (matrices, rows, columns).
+def newton_schulz(x: Tensor) -> Tensor:
+    """Return nearly U V^T of each matrix U S V^T of x, in its type: (matrices, rows, columns).
 
     The iteration works on the smaller side: (rows, rows) if there are fewer rows than columns.
     """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
     for _ in range(STEPS):
         gram = x @ x.mT
@@ -100,7 +99,9 @@ def make_rule(
     for bucket in buckets:
         placed = [Placed(p.spec, tuple(p.shape), offset) for p, offset in bucket.places]
         sections.append(Section(placed, bucket.section, bucket.sharded))
-    owners = MatrixOwners(sections, group, tensor_ranks, training.muon_qkv, operations)
+    owners = MatrixOwners(
+        sections, group, tensor_ranks, training.muon_qkv, operations, ROUND_ELEMENTS
+    )
     return Muon(masters, training, weight_decay, owners)
 
 
@@ -145,18 +146,25 @@ class Muon:
         torch._foreach_add_(self.masters, gradients, alpha=-lr)
 
     def orthogonalise(self, matrices: list[Tensor]) -> None:
-        """Overwrite each whole matrix, (rows, columns), by its scaled orthogonal update."""
+        """Overwrite each whole matrix, (rows, columns), by its scaled orthogonal update.
+
+        matrices: those of a round (optim/matrix_owners.py); those of one shape are one batch.
+        """
         by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in matrices:
             by_shape.setdefault(tuple(matrix.shape), []).append(matrix)
         for (rows, columns), alike in by_shape.items():
             factor = scale(self.training.muon_scale, rows, columns)
-            at_once = max(1, BATCH_ELEMENTS // (rows * columns))
-            for first in range(0, len(alike), at_once):
-                batch = alike[first : first + at_once]
-                results = newton_schulz(torch.stack(batch).to(self.dtype))
-                for matrix, result in zip(batch, results):
-                    matrix.copy_(result).mul_(factor)
+            # The iteration has the only reference to its input, which it frees.
+            results = newton_schulz(self._stacked(alike))
+            torch._foreach_copy_(alike, list(results))
+            torch._foreach_mul_(alike, factor)
+
+    def _stacked(self, batch: list[Tensor]) -> Tensor:
+        """Return matrices of one shape as one tensor, in the type of the iteration."""
+        stacked = batch[0].new_empty(len(batch), *batch[0].shape, dtype=self.dtype)
+        torch._foreach_copy_(list(stacked), batch)
+        return stacked
 
     def set_steps(self, steps: int) -> None:
         """Do nothing: the rule does not depend on the number of updates so far."""

@@ -237,7 +237,7 @@ def owners_of(parameters, mode="split"):
         placed.append(Placed(spec, shape, total))
         total += torch.Size(shape).numel()
     section = Section(placed, total, False)
-    return MatrixOwners([section], Group(), 1, mode, muon.operations)
+    return MatrixOwners([section], Group(), 1, mode, muon.operations, 10**6)
 
 
 class Wires:
@@ -283,9 +283,10 @@ PARAMETERS = {
 }
 
 
-def simulated(mode, replicas, tensor_ranks, zero, seed, owners_class=MatrixOwners):
+def simulated(mode, replicas, tensor_ranks, zero, seed, owners_class=MatrixOwners, most=10**6):
     """Whole parameters after an update by `muon.Muon`'s function, as each rank ends up with them;
     and as they are if every matrix is updated by itself. Sections begin anywhere.
+    most: elements of an owner in a round.
     """
     chance = random.Random(seed)
     names = chance.sample(list(PARAMETERS), 5)
@@ -308,7 +309,7 @@ def simulated(mode, replicas, tensor_ranks, zero, seed, owners_class=MatrixOwner
             expected[name][index] = (plain_iteration(matrix) * factor).view(tensor[index].shape)
     world = replicas * tensor_ranks
     wires = Wires(world)
-    found, failures = {}, []
+    found, failures, exchanges = {}, [], []
 
     def run(rank):
         replica, t = divmod(rank, tensor_ranks)
@@ -338,10 +339,10 @@ def simulated(mode, replicas, tensor_ranks, zero, seed, owners_class=MatrixOwner
         mine = flat[replica * length : (replica + 1) * length] if sharded else flat
         mine = mine.clone()
         group = ThreadGroup(wires, rank, world)
-        owners = owners_class([section], group, tensor_ranks, mode, muon.operations)
+        owners = owners_class([section], group, tensor_ranks, mode, muon.operations, most)
         rule = muon.Muon([torch.zeros_like(mine)], training, 0.0, owners)
         owners.update([mine], rule.orthogonalise)
-        assert group.exchanges == 2  # however many matrices there are
+        exchanges.append(group.exchanges)
         found[rank] = (mine, placed, section, owners.owner_of)
 
     def guarded(rank):
@@ -358,6 +359,8 @@ def simulated(mode, replicas, tensor_ranks, zero, seed, owners_class=MatrixOwner
         thread.join()
     if failures:
         raise failures[0]
+    # An all-to-all each way in each round; all matrices are in one, unless rounds are small.
+    assert set(exchanges) == {2} if most == 10**6 else min(exchanges) == max(exchanges) > 2
     assert all(owner_of == found[0][3] for *_, owner_of in found.values())
     largest = 0.0
     for t, r in itertools.product(range(tensor_ranks), range(replicas)):
@@ -389,6 +392,41 @@ def test_whole_matrices_meet_at_their_owners(mode):
         zero = chance.choice([0, 1])
         largest = simulated(mode, replicas, tensor_ranks, zero, seed)
         assert largest < 1e-12, (replicas, tensor_ranks, zero, seed)
+        if replicas * tensor_ranks < 5:  # five parameters: an owner has several matrices
+            largest = simulated(
+                mode, replicas, tensor_ranks, zero, seed, most=chance.choice([1, 50])
+            )
+            assert largest < 1e-12, (replicas, tensor_ranks, zero, seed, "rounds")
+
+
+def test_an_owner_has_few_elements_in_a_round():
+    """At most as many as are asked for, or one matrix; in the order of the costs; each once."""
+    chance = random.Random(2)
+    for owners, most in itertools.product((1, 3, 8), (1, 40, 100)):
+        sizes = [chance.choice([10, 20, 45]) for _ in range(50)]
+        owner_of = matrix_owners.balanced([float(size) for size in sizes], owners)
+        rounds = matrix_owners.in_rounds([float(s) for s in sizes], sizes, owner_of, most)
+        assert sorted(itertools.chain(*rounds)) == list(range(50))
+        for numbers, owner in itertools.product(rounds, range(owners)):
+            own = [sizes[n] for n in numbers if owner_of[n] == owner]
+            assert sum(own) <= most or len(own) == 1
+        # A round is begun only by a matrix that did not fit into the one before.
+        assert len(rounds) <= max(1, 2 * sum(sizes) / owners / most + 2) or most < max(sizes)
+
+
+def test_the_pieces_of_a_run_are_its_elements():
+    """Against an index tensor: any box of any tensor, any run of its elements."""
+    chance = random.Random(3)
+    for _ in range(300):
+        shape = [chance.randint(1, 4) for _ in range(chance.randint(1, 4))]
+        ends = [sorted(chance.sample(range(size + 1), 2)) for size in shape]
+        box = tuple((a, b) for a, b in ends)
+        numbers = torch.arange(torch.Size(shape).numel())
+        wanted = numbers.view(shape)[tuple(slice(*e) for e in box)].reshape(-1)
+        i, j = sorted(chance.choices(range(len(wanted) + 1), k=2))
+        pieces = matrix_owners.pieces_of(box, shape, (i, j))
+        found = [n for start, stop in pieces for n in range(start, stop)]
+        assert found == wanted[i:j].tolist(), (shape, box, i, j)
 
 
 def test_owners_have_equal_work():
@@ -436,8 +474,8 @@ def test_q_k_v_as_one_matrix_are_found(monkeypatch):
     real = simulated("split", 1, 2, 0, 3)
 
     class Joined(MatrixOwners):
-        def __init__(self, sections, group, tensor_ranks, mode, cost):
-            super().__init__(sections, group, tensor_ranks, "joint", cost)
+        def __init__(self, sections, group, tensor_ranks, mode, cost, most):
+            super().__init__(sections, group, tensor_ranks, "joint", cost, most)
 
     assert boxes is Matrices.boxes
     assert real < 1e-12

@@ -74,7 +74,7 @@ with fake_devices(recording_context(1, 0, 1), "GPU") as meter:
     out = torch.empty(4, DRAWN_AT_ONCE, device="cuda")
     draw_normal(out, "w", tuple(out.shape), 0, 0, 0.02, 1)
     (peak,) = meter.peaks.values()
-    print(meter.kernels, peak.bytes - out.nbytes)
+    print(meter.kernels.total(), peak.bytes - out.nbytes)
 """
 
 

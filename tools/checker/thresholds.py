@@ -43,7 +43,7 @@ SMALL: dict[tuple[ModuleType, str], Any] = {
     (linear_recurrence, "CHUNK"): 5,
     (loss, "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
     (loss_scale, "LOSS_SCALE"): LOSS_SCALE._replace(loss_scale_window=1),
-    (muon, "BATCH_ELEMENTS"): 4000,
+    (muon, "ROUND_ELEMENTS"): 4000,
     (parallel, "DRAWN_ON_CPU"): 1000,
     (parallel, "DRAWN_AT_ONCE"): 1000,
     (replica_check, "HASHED_ON_CPU"): 1000,

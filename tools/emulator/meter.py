@@ -58,7 +58,7 @@ class _Function(NamedTuple):
 class Meter(TorchDispatchMode):
     """Counts while it is entered as a context manager, inside a FakeTensorMode.
 
-    peaks: the peak of each phase; kernels: the number of kernels launched; both since `start`.
+    peaks: the peak of each phase; kernels: the kernels launched in each phase; both since `start`.
     now: bytes that are allocated now. pinned: the pinned storages. Stops of the host go to the
     trace.
     """
@@ -70,7 +70,7 @@ class Meter(TorchDispatchMode):
         self.recorder = trace.recorder
         self.now = 0  # the bytes that are allocated now
         self.peaks = defaultdict[str, Peak](Peak)  # by phase, since the last `start`
-        self.kernels = 0  # kernels launched since the last `start`
+        self.kernels = Counter[str]()  # kernels launched, by phase, since the last `start`
         self.pinned = weakref.WeakSet[Any]()  # the storages in pinned memory of the host
         # The living storages by their address: (weak reference to the storage, bytes, kind).
         self._live: dict[int, tuple[Any, int, str]] = {}
@@ -85,7 +85,7 @@ class Meter(TorchDispatchMode):
     def start(self) -> None:
         """Forget the peaks and the kernels counted so far; called before each step."""
         self.peaks.clear()
-        self.kernels = 0
+        self.kernels.clear()
 
     def phase(self) -> str:
         """Return the meter's phase in which the rank is now; a new allocation counts there."""
@@ -164,7 +164,7 @@ class Meter(TorchDispatchMode):
                     self._allocate(storage, function)
         node = torch._C._current_autograd_node()
         if on_device and facts.launches:
-            self.kernels += 1
+            self.kernels[self.phase()] += 1
             self._load(tuple(kernel), node)
             # A backward operation is reported with the line of its forward operation. In a forward
             # pass, autograd has just given the operation its sequence number, which both have.

@@ -185,7 +185,8 @@ class RankRecord:
     """The results of running one rank.
 
     events: its trace. rows: the ranks of every group, by role. peaks: the most bytes in each phase;
-    for the phases of a step (STEADY), in the second step. seconds: the time that this took.
+    for the phases of a step (STEADY), in the second step. kernels: those launched in each phase of
+    the second step. seconds: the time that this took.
     """
 
     rank: int
@@ -193,6 +194,7 @@ class RankRecord:
     events: list[Event] = field(default_factory=list)
     rows: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     peaks: dict[str, Peak] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -384,6 +386,7 @@ def run_rank(
             mesh.recorder.at("statistics")
             statistics = step_stats.measure(context.device, 0.0)
             step_stats.exchange(statistics, mesh.world, context.device)
+        record.kernels = {phase: meter.kernels[phase] for phase in STEADY}
         _after_steps(config, state, samples, context)
         record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
     record.events = context.trace.events
