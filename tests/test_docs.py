@@ -72,16 +72,16 @@ def test_the_picture_of_schedules_is_what_the_program_draws():
     drawn = pictures.schedules_drawn()
     assert (ROOT / "docs/pictures/schedules.svg").read_text() == drawn
     named = re.findall(r">([\w-]+): (\d+)% of the time idle", drawn)
-    assert named == [("1f1b", "27"), ("zb-v", "6")], "as the README says"
+    assert named == [("1f1b", "27"), ("zb-v", "6")], "as docs/figures.md says"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name)
+@pytest.mark.parametrize("page", [ROOT / "docs/code.md", ROOT / "CONTRIBUTING.md"], ids=name)
 def test_names_are_in_their_files(page):
-    """`[a.py](a.py) | lines | `name`` in README, `a.py` (`name`) or `a.py`: the name in `NAME` in
+    """`[a.py](a.py) | lines | `name`` in docs/code.md, `a.py` (`name`) or `a.py`: the name in `NAME` in
     CONTRIBUTING: a list to which a name is added.
     """
     text = page.read_text()
-    named = re.findall(r"\]\(([\w/]+\.py)\) \| [\d,]+ \| `([\w.]+)`", text)
+    named = re.findall(r"\]\((?:\.\./)?([\w/]+\.py)\) \| [\d,]+ \| `([\w.]+)`", text)
     for path, lists in re.findall(r"`([\w/]+\.py)`: the name in ((?:[^.;`]|`[^`]*`)*)", text):
         named += [(path, name) for name in re.findall(r"`([A-Z_]+)`", lists)]
     named += re.findall(r"`([\w/]+\.py)` \(`(\w+)`", text)

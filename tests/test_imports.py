@@ -164,8 +164,9 @@ def test_a_folders_init_is_a_docstring_that_names_its_modules(folder):
     assert [name for name in modules if not re.search(rf"\b{name}\b", docstring)] == []
 
 
-def test_the_readme_names_every_place():
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+def test_the_page_of_the_code_names_every_place():
+    text = (ROOT / "docs/code.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
     cells = " ".join(cell for row in rows for cell in row.split("|")[1:3])
     places = {place_of(module) for module in files()}
     forms = {p: f"{p}.py" if p in files() else p.replace(".", "/") + "/" for p in places}
@@ -173,11 +174,10 @@ def test_the_readme_names_every_place():
     assert missing == []
 
 
-def test_the_readmes_numbers_of_lines_are_those_of_the_files():
+def test_the_pages_numbers_of_lines_are_those_of_the_files():
     """Within a tenth. A folder's number leaves out a file that has a row of its own."""
-    rows = re.findall(
-        r"^\| \[([\w/.]+)\].* \| ([\d,]+) \| ", (ROOT / "README.md").read_text(), re.M
-    )
+    text = (ROOT / "docs/code.md").read_text()
+    rows = re.findall(r"^\| \[([\w/.]+)\].* \| ([\d,]+) \| ", text, re.M)
     stated = {name: int(number.replace(",", "")) for name, number in rows}
     assert len(stated) > 15
 

@@ -1,6 +1,6 @@
 """README's own commands: if this failed, a newcomer's first hour would end at a command of ours.
 
-The blocks of Start, Check, Plan, Tune and Train are run as they are printed, in one shell and a
+The blocks of Start, Check, Plan and Train are run as they are printed, in one shell and a
 copy of the repository; STEPS shortens the runs. What README prints as output is compared.
 """
 
@@ -18,11 +18,10 @@ import pytest
 from ranks import ROOT, start
 
 import plan
-import tune
 from config.command_line import parse_request
 
 TEXT = (ROOT / "README.md").read_text()
-SECTIONS = ("Start", "Check", "Plan", "Tune", "Train")
+SECTIONS = ("Start", "Check", "Plan", "Train")
 PROGRAMS = ("bash", "python", "mpirun", "source", ".venv/bin/python")
 STEPS = 24  # more than the warm-up of the demo
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:E[+-]?\d+)?(?::\d\d)*")
@@ -43,8 +42,6 @@ class Block(NamedTuple):
     @property
     def not_here(self) -> str:
         """Why this block is not run, or nothing."""
-        if re.search(r"\b(srun|sbatch)\b", self.lines):
-            return "it starts ranks with Slurm on nodes of GPUs"
         if self.before.startswith("On a GPU"):
             return "it is for a GPU"
         if "scripts/test.sh" in self.lines:
@@ -98,20 +95,15 @@ def test_what_is_run_and_what_is_not():
     assert sorted(filter(None, reasons)) == [
         "it is for a GPU",
         "it runs the tests",
-        "it starts ranks with Slurm on nodes of GPUs",
     ]
 
 
-@pytest.mark.parametrize("program", ["train.py", "tune.py"])
-def test_the_options_of_blocks_that_are_not_run_exist(program):
-    """tune.py hands to train.py what it does not know, which refuses it."""
+def test_the_options_of_blocks_that_are_not_run_exist():
     for block in COMMANDS:
         for command in block.lines.replace("\\\n", " ").splitlines():
             words = shlex.split(command, comments=True)
-            if program in words:
-                rest = words[words.index(program) + 1 :]
-                if program == "tune.py":
-                    rest = tune.parser().parse_known_args(rest)[1]
+            if "train.py" in words:
+                rest = words[words.index("train.py") + 1 :]
                 parse_request([word.replace("${STEPS:-200}", "200") for word in rest])
 
 
