@@ -58,12 +58,12 @@ class Hybrid(OddFamily):
         types = self.types(config, layers) if types is None else types
         if not isinstance(types, list) or len(types) != layers:
             raise UserError(f"layer_types is {types!a:.80}, not a list of {layers} blocks")
-        types = [OLDER_TYPES.get(str(name), name) for name in types]
         known = (self.block_type, "full_attention")
-        if unknown := {str(name) for name in types} - {*known}:
+        names = [OLDER_TYPES.get(str(name), str(name)) for name in types]
+        if unknown := {str(theirs) for theirs, name in zip(types, names) if name not in known}:
             lacks.append(f"layer_types has {min(unknown)!a:.80}; here: {', '.join(known)}")
             return {}
-        flags = [name == self.block_type for name in types]
+        flags = [name == self.block_type for name in names]
         if not any(flags):
             return {}
         return self.read_sizes(config, options) | {"mixer_blocks": pattern_of(flags)}
