@@ -11,5 +11,6 @@ model_stats      parameters and FLOPs of a model
 tensors          names and shapes of the tensors of a model; how a changed model differs
 dispatch         how often a token is sent to the nodes of its experts
 odd_families     what some families have that no plain field of families.toml says
+hybrid_families  the same of families with mixers
 families         config.json of transformers in and out (families.toml), shapes of runs
 """

@@ -64,8 +64,8 @@ def _kinds_of(model: ModelShape, block: int) -> list[Kind]:
     has_experts, mixers = model.has_experts(block), model.mixers_of(block)
     if not mixers:
         return [(has_experts, "none")]
-    if "attention" not in mixers:
-        return [(has_experts, "mixer")]
+    if "attention" not in mixers:  # in a model that `_alike` made, a mixer may be one beside it
+        return [(has_experts, "beside" if model.mixer_beside else "mixer")]
     attends = has_experts, "window" if model.has_window(block) else "attention"
     return [attends, (False, "beside")] if len(mixers) > 1 else [attends]
 

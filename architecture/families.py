@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from architecture.block_attention import flags_of, pattern_of
+from architecture.hybrid_families import ODD
 from architecture.multipliers import multipliers_of
 from architecture.mup import without_mup
-from architecture.odd_families import ODD, NoPositions, OddFamily
+from architecture.odd_families import NoPositions, OddFamily
 from architecture.rotary_scaling import ROTARY_SCALING, rotary_scaling
 from architecture.shape import ModelShape
 from base.errors import UserError
@@ -356,7 +357,7 @@ def _plain_fields(model: ModelShape, family: Family) -> dict[str, Any]:
 def _odd_fields(
     model: ModelShape, family: Family, config: dict[str, Any], came: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields that the family's class in odd_families.py writes.
+    """Return the fields that the family's class in odd_families.py or hybrid_families.py writes.
 
     config: the plain fields. Those that the model came with stay as they are if they say the same.
     """

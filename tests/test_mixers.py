@@ -20,6 +20,7 @@ from compare import assert_within
 from ranks import ROOT, results_of
 
 import costs.mixer_terms
+import plan
 import trainer
 from architecture.model_stats import parameters
 from architecture.shape import ModelShape
@@ -432,6 +433,26 @@ def test_parameters_are_those_of_the_options(mixer):
         assert built == canonical_shapes(model)
         trained = [p for p in stage.parameters() if p.requires_grad]  # without balance's biases
         assert sum(p.numel() for p in trained) == parameters(model)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "nemotron-3-nano-30b-a3b",
+        "falcon-h1-0.5b",
+        "granite-4.0-h-tiny",
+        "qwen3-next-80b-a3b --set first_dense_layers=2",
+        "kimi-linear-48b-a3b",
+        "gpt-oss-20b --set mixer=mamba2 mixer_blocks=1:2 window_blocks=2:1",
+    ],
+)
+def test_a_plan_has_a_line_for_each_kind_of_blocks(words):
+    """With three kinds it ended in an error, and with two both had the name of one."""
+    answer = plan.ask(["model", "--model", *words.split()])
+    rows = [line.split() for line in answer.text.splitlines() if " x " in line]
+    numbers = [int(row[-3]) * int(row[-1].replace(",", "")) for row in rows]
+    assert sum(numbers) == answer.data["parameters"]
+    assert len({" ".join(row[:-3]) for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("mixer", CLASSES)

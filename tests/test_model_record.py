@@ -41,6 +41,8 @@ SIZES = dict.fromkeys(families.FAMILIES, NEW) | {
     # As many heads as there are key/value heads by default, and a block with experts.
     "deepseek_v3": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 128},
     "glm4_moe": NEW | {"hidden_size": 768},  # half of a head's columns are even
+    "bamba": NEW | {"hidden_size": 768},
+    "kimi_linear": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 32},
     "deepseek_v2": NEW | {"num_experts_per_tok": 3},
 }
 
