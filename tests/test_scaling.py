@@ -174,12 +174,14 @@ MODELS = [
 
 @pytest.mark.parametrize("words", MODELS)
 def test_no_tensor_of_a_right_model_is_accused(words):
-    rows = rows_of(f"{words} --mup 64")
+    """From 4 heads on: of two a tensor of a number for each head moves by chance."""
+    rows = rows_of(f"{words} --mup 64", sizes=(64, 128, 256))
     assert len(rows) > 20
     assert [row for row in rows if row.verdict] == []
 
 
-DEEP = [GPT, LLAMA, MOE, f"{LLAMA} --block sandwich", f"{LLAMA} --block post-norm"]
+# With post-norm the first blocks read a stream that is small, the more so the deeper the model is.
+DEEP = [GPT, LLAMA, MOE, f"{LLAMA} --block sandwich", f"{LLAMA} --block parallel"]
 
 
 @pytest.mark.slow

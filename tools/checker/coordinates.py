@@ -9,10 +9,10 @@ model. (G. Yang, J. Simon, J. Bernstein, "A spectral condition for feature learn
 2310.17813; the check is that of G. Yang et al., arXiv 2203.03466, appendix D.)
 
     initial    of a matrix: root mean square times sqrt(inputs), the size of W x for a random x
-    update     of a matrix: the root mean square of (change of W) x for its inputs x of the step; of
-               experts' and the head's matrices, whose inputs no module has: the spectral norm times
-               sqrt(inputs / outputs), which is that for the x to which it responds most; of a
-               vector or an embedding: the root mean square
+    update     of a matrix: the root mean square of (change of W) x over that of x, for its inputs x
+               of the step; of experts' and the head's matrices, whose inputs no module has: the
+               spectral norm times sqrt(inputs / outputs), which is that for the x to which it
+               responds most; of an embedding the root mean square, of a vector the largest change
     activation root mean square of what blocks add, of the residual stream, the attention scores and
                the logits
     change     of an activation since the first step, on the same tokens
@@ -107,7 +107,8 @@ def measure(config: Config, steps: int, size: int) -> Measured:
 
     first = {p.spec.name: p.detach().clone() for p in stage.parameters()}
     for tensor, value in _sizes(stage, model, first, _initial):
-        add("initial", tensor.name, 0, value)
+        if tensor.shape or LOOKED_UP.fullmatch(tensor.name):
+            add("initial", tensor.name, 0, value)
     if model.attention_blocks:
         add("initial", SCALE_OF_SCORES, 0, model.head_size / model.query_scalar**0.5)
     at_first: dict[str, Tensor] = {}
@@ -147,8 +148,13 @@ class Watch:
     def __enter__(self) -> "Watch":
         """Begin to watch the modules."""
         for number, block in enumerate(self.stage.blocks):
-            self._watch(block.mixer, f"blocks.{number}.{block.mixer_name}")
-            self._watch(block.mlp, f"blocks.{number}.mlp")
+            mixer, mlp = block.mixer, block.mlp
+            if block.kind == "sandwich":  # what is added comes from norms
+                mixer, mlp = block.attention_post_norm, block.mlp_post_norm
+            if block.kind == "post-norm":
+                mixer, mlp = block.attention_norm, block.mlp_norm
+            self._watch(mixer, f"blocks.{number}.{block.mixer_name}")
+            self._watch(mlp, f"blocks.{number}.mlp")
         self._watch(self.stage.embedding, "embedding")
         for module in self.stage.blocks.modules():
             owned = [p for p in module.parameters(recurse=False) if p.spec.decay]
@@ -299,9 +305,9 @@ def _update(kind: str, change: Tensor, x: Tensor | None) -> float:
         touched = change.abs().amax(1) > 0
         return _rms(change[touched]) if touched.any() else 0.0
     if kind == "vector":
-        return _rms(change)
+        return change.abs().max().item()  # of few heads the signs may differ
     if x is not None:
-        return _rms(x @ change.T)
+        return _rms(x @ change.T) / max(_rms(x), LEAST)
     outputs, inputs = change.shape
     return _spectral_norm(change) * math.sqrt(inputs / outputs)
 
@@ -345,9 +351,9 @@ class Fitted(NamedTuple):
 # a small one. Initial sizes are means over many numbers and known well.
 TOLERANCES = {"initial": 0.1, "update": 0.25, "activation": 0.3, "change": 0.3}
 NOISE = 0.12
-# An update of Adam in a small model has a part that agrees with no input, which falls with the
-# width: where gradients are weak, as of queries and keys at the beginning, the whole falls slowly.
-SLOW = {"update": 0.15, "change": 0.15}
+# In a small model an update has a part that agrees with no input, as a random matrix has, whose
+# response falls as the root of the width. What dies falls as the width itself.
+SLOW = {"update": 0.45, "change": 0.45}
 
 
 def classes(smaller: Config, larger: Config) -> dict[str, str]:

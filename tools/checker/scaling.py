@@ -40,7 +40,8 @@ from base.cli import Parser
 from base.errors import UserError
 from config.command_line import Request
 from config.schema import Config
-from tools.checker.sizes import LEAST, Ladder
+from distributed import local_ranks
+from tools.checker.sizes import HEAD, LEAST, LENGTH, VOCABULARY, Ladder
 
 if TYPE_CHECKING:
     from tools.checker.coordinates import Fitted
@@ -78,8 +79,6 @@ def main(arguments: list[str], request_of: Callable[[list[str]], Request]) -> in
         flag = "--depths" if by_depth else "--widths"
         raise UserError(f"{flag} takes two sizes or more, such as 64,128: not {sizes[0]}")
     _check_options(given)
-    from distributed import local_ranks
-
     local_ranks.prepare()
     ladder = Ladder(request.config, widths[0], depths[0])
     lines = [_introduction(request.config, ladder, sizes, by_depth)]
@@ -169,7 +168,8 @@ def _introduction(config: Config, ladder: Ladder, sizes: list[int], by_depth: bo
     base = {"--mup": config.model.mup, "--mup-base-layers": config.model.mup_base_layers}
     named = " ".join(flag for flag, value in base.items() if value) or "no muP"
     optimizer = config.training.optimizer
-    return f"{what} {', '.join(map(str, sizes))}, {other}, {optimizer}, {named}"
+    small = f"small: heads of {HEAD}, {LENGTH} tokens, a vocabulary of {VOCABULARY}, fp32"
+    return f"{what} {', '.join(map(str, sizes))}, {other}, {optimizer}, {named}; {small}"
 
 
 # ---- The coordinate check ------------------------------------------------------------------------

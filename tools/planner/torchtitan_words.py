@@ -106,6 +106,7 @@ def _lacks(model: ModelShape) -> str:
     lacks = {
         "norm of the embedding": model.embedding_norm,
         "embedding_scaled": model.embedding_scaled,
+        "muP (--mup, --mup-base-layers)": bool(model.mup or model.mup_base_layers),
         "embedding_multiplier": model.embedding_multiplier != 1,
         "residual_multiplier": model.residual_multiplier != 1,
         "multipliers": model.multipliers != "none",
