@@ -48,6 +48,11 @@ def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     return models
 
 
+def predictor(model: ModelShape) -> ModelShape:
+    """Return a model that has one block, alike that of a module of mtp_depth."""
+    return _alike(model, _kind(model, model.layers), 1)
+
+
 # The kinds of blocks: (whether it has experts, "mixer" or the attention that it has).
 Kind = tuple[bool, str]
 _KINDS: tuple[Kind, ...] = tuple(
@@ -73,7 +78,7 @@ def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
     """Return a model that has so many blocks, all of one kind."""
     has_experts, mixes = kind
     options: dict[str, Any] = {"layers": blocks, "window_blocks": "all", "rotary_blocks": "all"}
-    options |= {"first_dense_layers": 0, "expert_interval": 1}
+    options |= {"first_dense_layers": 0, "expert_interval": 1, "mtp_depth": 0}
     if has_experts:
         options["ffn_hidden"] = model.expert_ffn_hidden
     elif model.experts > 1:

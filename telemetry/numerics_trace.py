@@ -69,6 +69,8 @@ def activation_names(model: ModelShape) -> list[str]:
     for block in range(model.layers):
         outputs += [f"blocks.{block}.{model.mixer_of(block)}", f"blocks.{block}"]
     outputs.append("head.norm")
+    for block in range(model.layers, model.layers + model.mtp_depth):
+        outputs += [f"blocks.{block}.attention", f"blocks.{block}"]
     gradients = [f"gradient of {name}" for name in reversed(outputs)]
     return ["tokens", *outputs, "labels", "loss", *gradients]
 
@@ -409,7 +411,7 @@ def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     """
     if stage.embedding is not None:
         yield "embedding", stage.embedding
-    for number, block in enumerate(stage.blocks, stage.spec.first):
+    for number, block in stage.numbered_blocks():
         yield f"blocks.{number}.{block.mixer_name}", block.mixer
         yield f"blocks.{number}", block
     if stage.head is not None:
