@@ -7,14 +7,17 @@ token, over layers of transformers, which itself drops these modules.
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 
 import golden_worker
 import pytest
 import test_checkpoint
 import test_families
+import test_ideas
 import torch
 from compare import assert_close
+from ranks import ROOT
 from test_families import S, V, in_fp64  # noqa: F401
 from test_golden import check_lines
 
@@ -233,3 +236,60 @@ def test_evaluation_and_decoding_are_those_without_the_modules():
             losses.append(stage(tokens, Batch(tokens, tokens, 16)))
     assert losses[0].shape == ()
     assert torch.equal(*losses)
+
+
+# ---- Mistakes of public code ---------------------------------------------------------------------
+
+
+def off_by_one(batch: Batch, tokens: int) -> torch.Tensor:
+    """The labels of a module as if it predicted the token that it is given."""
+    return right_labels(batch, tokens - 1)
+
+
+def not_rolled(batch: Batch, tokens: int) -> torch.Tensor:
+    """The labels come later, and their mask stays where it was."""
+    rows = torch.where(batch.labels < 0, 0, batch.labels)
+    later = torch.cat([rows[:, tokens:], torch.full_like(rows[:, :tokens], -1)], 1)
+    return later.masked_fill(batch.labels < 0, -1)
+
+
+def over_borders(batch: Batch, tokens: int) -> torch.Tensor:
+    """A label counts wherever it is itself a label, also of another document."""
+    return torch.cat([batch.labels[:, tokens:], torch.full_like(batch.labels[:, :tokens], -1)], 1)
+
+
+right_labels = Batch.labels_after
+
+
+@pytest.mark.parametrize("mistake", [off_by_one, not_rolled, over_borders])
+def test_a_wrong_target_is_found(mistake, monkeypatch, in_fp64):  # noqa: F811
+    monkeypatch.setattr(Batch, "labels_after", mistake)
+    with pytest.raises(AssertionError):
+        test_losses_and_gradients_are_those_of_the_paper("deepseek_v3", True, None)
+
+
+RIGHT = """
+    mesh.world.at_once.all_reduce(counted).wait()
+    return mesh.world.values(counted)
+"""
+# Each replica divides its sums of the modules' losses by its own targets.
+BY_LOCAL_COUNTS = """
+    here = mesh.replicas.size * counted
+    mesh.world.at_once.all_reduce(counted).wait()
+    return [*mesh.world.values(counted)[:1], *mesh.world.values(here)[1:]]
+"""
+
+
+@pytest.mark.slow
+def test_check_finds_a_mean_over_the_targets_of_a_replica(tmp_path):
+    code = tmp_path / "code"
+    left_out = shutil.ignore_patterns(".*", "runs", "tests", "benchmarks", "docs", "data", "site")
+    shutil.copytree(ROOT, code, ignore=left_out)
+    text = (code / "trainer.py").read_text()
+    assert RIGHT in text
+    (code / "trainer.py").write_text(text.replace(RIGHT, BY_LOCAL_COUNTS))
+    words = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 61 --positions rotary"
+    words += " --mtp-depth 1 --eod-token 5 --mask-eod-loss --reset-attention"
+    outcome = test_ideas.check(code, words, ("dp 2", "cp 2"))
+    assert outcome.status == 1, outcome
+    assert "blocks.2" in outcome.out
