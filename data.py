@@ -205,7 +205,7 @@ class Batch:
     None unless an option needs them (corpora/objectives.py). rows: for each label the number of the
     continuation that it belongs to, if a pass scores continuations (inference/scoring.py). length:
     the most tokens of a text in the micro-batch; None: those of a sample. cp: the ranks that share
-    each sample's tokens. whole_labels: the labels of all of them, if there are several.
+    each sample's tokens. whole_labels, whole_tokens: those of all of them, if there are several.
     """
 
     tokens: Tensor
@@ -218,6 +218,24 @@ class Batch:
     length: int | None = None
     cp: Group = field(default_factory=Group, compare=False)
     whole_labels: Tensor | None = None
+    whole_tokens: Tensor | None = None
+
+    def tokens_after(self, tokens: int) -> Tensor:
+        """Return the token that comes so many tokens later in its sample, (b, s); 0 at the end.
+
+        This rank gets its part of them (--cp). Where the label after them counts, none is 0 for
+        this reason: `labels_after(tokens)` has no target there.
+        """
+        whole = self.tokens if self.whole_tokens is None else self.whole_tokens
+        later = torch.cat([whole[:, tokens:], torch.zeros_like(whole[:, :tokens])], 1)
+        return later if self.whole_tokens is None else self.cp.balanced_shard(later, 1)
+
+    def targets_after(self, most: int) -> list[int]:
+        """Return how many labels count, of heads that predict 0 to `most` tokens beyond the next.
+
+        The labels are on the host, or the caller waits for the device.
+        """
+        return [self.count, *(int((self.labels_after(n) >= 0).sum()) for n in range(1, most + 1))]
 
     def labels_after(self, tokens: int) -> Tensor:
         """Return the labels of a head that predicts so many tokens beyond the next: (b, s).
@@ -256,6 +274,7 @@ class Batch:
         }
         if cp.size > 1:
             fields["whole_labels"] = fields["labels"]
+            fields["whole_tokens"] = fields["tokens"]
         # None is not in `fields`.
         for name in {"tokens", "labels", "positions", "rows"} & set(fields):
             fields[name] = cp.balanced_shard(fields[name], 1)

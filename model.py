@@ -30,9 +30,17 @@ from distributed.collectives import reduce_from_tp
 from layers import mixers
 from layers.attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
 from layers.experts import ExpertMLP
-from layers.latent_attention import LatentAttention
+from layers.latent_attention import LatentAttention, WholeLinear
 from layers.loss import cross_entropy, token_scores
-from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear, recompute
+from parallel import (
+    ColumnLinear,
+    Matrices,
+    ParamFactory,
+    RowLinear,
+    column_linear,
+    exact_dtype,
+    recompute,
+)
 from schedules.partition import StageSpec
 
 if TYPE_CHECKING:
@@ -374,14 +382,31 @@ class VocabEmbedding(nn.Module):
         padded: int,
         hidden: int,
         tied: bool,
+        copy: bool = False,
+        weight: nn.Parameter | None = None,
     ):
-        """Make this rank's part of `padded` rows."""
+        """Make this rank's part of `padded` rows. weight: a matrix to take in place of a new one.
+
+        tied, copy: see ParamSpec.
+        """
         super().__init__()
         self.factory = factory
         self.group = factory.mesh.tp
         shape = (vocab, hidden)  # without the rows of padding
+        self.weight: nn.Parameter
+        if weight is not None:
+            self.weight = weight
+            return
         self.weight = factory.parameter(
-            name, shape, std=factory.std, dim=0, padded=padded, decay=True, tied=tied, role="input"
+            name,
+            shape,
+            std=factory.std,
+            dim=0,
+            padded=padded,
+            decay=True,
+            tied=tied,
+            copy=copy,
+            role="input",
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -471,7 +496,8 @@ class Head(nn.Module):
         super().__init__()
         self.z_loss = z_loss
         self.factory = factory
-        self.shared = False  # whether the embedding uses this matrix too
+        # Whether the embedding uses this matrix too, or the head itself several times.
+        self.shared = model.mtp_depth > 0
         self.softcap = model.logit_softcap  # 0: none
         self.divisor = model.logit_divisor
         self.norm = Norm(factory, "head.norm", model)
@@ -498,7 +524,11 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's columns of the logits for x (s, b, h), with padding: (s, b, V/tp)."""
-        logits = column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
+        return self.logits_of_normed(self.norm(x))
+
+    def logits_of_normed(self, normed: Tensor) -> Tensor:
+        """Return this rank's columns of the logits for normalised x (s, b, h): (s, b, V/tp)."""
+        logits = column_linear(normed, self.weight, None, self.factory, self.shared)
         if self.divisor != 1.0:
             logits = logits / self.divisor
         if not self.softcap:
@@ -506,14 +536,19 @@ class Head(nn.Module):
         # The loss overwrites the last product's result, which no backward pass reads.
         return (logits / self.softcap).tanh() * self.softcap
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor, is_normed: bool = False) -> Tensor:
         """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s).
 
         In training with --z-loss the result has the z-loss of each token too: (2, s, b).
+        is_normed: whether x is the final norm's result.
         """
+        normed = x if is_normed else self.norm(x)
+        return self.losses(normed, labels, self.z_loss if torch.is_grad_enabled() else 0.0)
+
+    def losses(self, normed: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+        """Return what `forward` does for normalised x (s, b, h). z_loss: the coefficient."""
         factory = self.factory
-        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
-        logits = self.logits(x)
+        logits = self.logits_of_normed(normed)
         tp = factory.mesh.tp
         return cross_entropy(logits, labels.t(), tp, self.spec, factory.compile, z_loss)
 
@@ -527,10 +562,51 @@ class Head(nn.Module):
         return token_scores(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
 
 
+class TokenPredictor(nn.Module):
+    """A module of multi-token prediction: predicts a token beyond the next one, from that token.
+
+        x_k = W [norm(embedding of token i + k) ; norm(h_(k-1))],  h_k = norm(block(x_k))
+
+    h_0 is the main model's output after its final norm; the head's matrix makes logits of token
+    i + k + 1 of h_k (DeepSeek-V3, arXiv 2412.19437, section 2.2, with W's columns in the order of
+    its files). Embedding and head are the main model's. W is whole on every tensor rank. Only
+    training runs these modules.
+    """
+
+    def __init__(self, factory: ParamFactory, depth: int, model: ModelShape, recompute: str):
+        """Make module number `depth`, from 1 on. recompute: its block's value of --recompute.
+
+        Its parameters have the number of a block after the model's, as in DeepSeek's files.
+        """
+        super().__init__()
+        index = model.layers + depth - 1
+        name = f"blocks.{index}.mtp"
+        self.embedding_norm = Norm(factory, f"{name}.embedding_norm", model)
+        self.hidden_norm = Norm(factory, f"{name}.hidden_norm", model)
+        self.join = WholeLinear(factory, f"{name}.join", 2 * model.hidden, model.hidden, Matrices())
+        self.block = Block(factory, index, model, recompute)
+        self.norm = Norm(factory, f"{name}.norm", model)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        mask: Any,
+        rotary: tuple[Tensor, Tensor] | None,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Return h_k, (s, b, h) or (s/tp, b, h) with sequence parallelism, as are hidden, h_(k-1),
+        and `embedded`, the embeddings of the tokens k later. mask, rotary, tokens: see Block.
+        """
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        x, y = self.block(self.join(both), None, mask, rotary, None, tokens)
+        return self.norm(x + y)
+
+
 def _positions(
     factory: ParamFactory,
     model: ModelShape,
-    numbers: range,
+    numbers: list[int],
     with_attention: list[BlockAttention],
     micro_batch: int,
     masked: bool,
@@ -587,6 +663,8 @@ class Stage(nn.Module):
         super().__init__()
         padded = model.padded_vocab(layout)
         self.spec = spec
+        self.factory = factory
+        self.layers = model.layers
         self.embedding: Embedding | None = None
         if spec.embedding:
             self.embedding = Embedding(factory, model, padded, spec.tied)
@@ -598,12 +676,16 @@ class Stage(nn.Module):
             self.head = Head(factory, model, padded, embedding_stage.embedding, z_loss)
         if self.head is not None and first is not None and model.tied:
             self.head.weight.passes = 2  # the number of gradients in each micro-batch
+        self.predictors = nn.ModuleList()
+        if self.head is not None and model.mtp_depth:
+            self._add_predictors(factory, model, layout, padded, first)
         self.positions: Positions | LocalPositions | mixers.MixerInputs | None = None
-        if spec.blocks:
+        if spec.blocks or self.predictors:
             # The blocks' attention is that of the longest samples, also for shorter ones.
-            numbers = range(spec.first, spec.first + spec.blocks)
-            attends = set(model.attention_blocks)
-            with_attention = [model.attention_of(n) for n in numbers if n in attends]
+            numbers = [n for n, _ in self.numbered_blocks()]
+            with_attention = [
+                model.attention_of(n) for n in numbers if "attention" in model.mixers_of(n)
+            ]
             self._make_positions = functools.partial(
                 _positions,
                 factory,
@@ -622,7 +704,7 @@ class Stage(nn.Module):
 
         model: the model of this stage, with another seq_length.
         """
-        if not self.spec.blocks:
+        if not self.spec.blocks and not self.predictors:
             return
         if model.seq_length not in self._positions_of:
             self._positions_of[model.seq_length] = self._make_positions(model=model)
@@ -638,13 +720,47 @@ class Stage(nn.Module):
             if factory.shard is not None:  # --zero 3: before the next block needs memory
                 factory.shard(block)
 
+    def _add_predictors(
+        self,
+        factory: ParamFactory,
+        model: ModelShape,
+        layout: Layout,
+        padded: int,
+        first: "Stage | None",
+    ) -> None:
+        """Make the modules of --mtp-depth and what embeds their tokens: the embedding's matrix, or
+        a copy of it if another rank has the embedding.
+        """
+        for depth in range(1, model.mtp_depth + 1):
+            predictor = TokenPredictor(factory, depth, model, layout.recompute)
+            self.predictors.append(predictor)
+            if factory.shard is not None:
+                factory.shard(predictor)
+        embedding = (self if first is None else first).embedding
+        weight = None
+        if embedding is not None:
+            weight = embedding.tokens.weight
+            if first is not None:
+                weight.passes = 2  # the other stage's backward pass gives it a gradient too
+        elif model.tied and self.head is not None:
+            weight = self.head.weight
+        size = model.vocab_size, padded, model.hidden
+        self.next_tokens = VocabEmbedding(factory, TOKENS, *size, True, True, weight)
+
+    def numbered_blocks(self) -> list[tuple[int, "Block"]]:
+        """Return the stage's blocks with their numbers; those of predictors follow the model's."""
+        found: list[Any] = list(enumerate(self.blocks, self.spec.first))
+        found += [(n, module.block) for n, module in enumerate(self.predictors, self.layers)]
+        return found
+
     def forward(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Return the stage's output for x: tokens (b, s) on the first stage, else activations.
 
         The output is activations, (s, b, h), or on the last stage the sum of the targets' losses;
-        in training with --z-loss, (2,), that sum and the sum of their z-losses.
+        in training with --z-loss, (2,), that sum and the sum of their z-losses; and with
+        --mtp-depth one number more, the sum of the predictors' losses times LossWeight.mtp.
         The last stage needs the batch, and with masks every stage does. With a cache (decoding), x
         belongs to the tokens after the cached tokens, and the last stage returns this rank's logits
         of the next token: (b, V/tp). If continuations are scored, it returns Head.scores.
@@ -659,8 +775,30 @@ class Stage(nn.Module):
             return x
         if batch.rows is not None:
             return self.head.scores(x, batch.labels)
-        losses = self.head(x, batch.labels)
-        return losses.sum() if losses.dim() == 2 else losses.sum((1, 2))
+        if not self.predictors or not torch.is_grad_enabled():
+            losses = self.head(x, batch.labels)
+            return losses.sum() if losses.dim() == 2 else losses.sum((1, 2))
+        normed = self.head.norm(x)
+        losses = self.head(normed, batch.labels, True)
+        sums = losses.sum((-2, -1)).view(-1)
+        return torch.cat([sums, self._later_losses(self.head, normed, batch).view(1)])
+
+    def _later_losses(self, head: Head, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return the sum of the predictors' losses, each times its factor of LossWeight.mtp.
+
+        hidden: the main model's output after the final norm, (s, b, h).
+        """
+        total = hidden.new_zeros((), dtype=exact_dtype(hidden.dtype))
+        kinds: Any = self.positions
+        kinds = kinds.inputs_by_block(batch, None, len(self.blocks) + len(self.predictors))
+        factors = self.factory.loss_weight.mtp
+        modules = zip(self.predictors, kinds[len(self.blocks) :], factors, strict=True)
+        for depth, (predictor, (mask, rotary), factor) in enumerate(modules, 1):
+            tokens = batch.tokens_after(depth)
+            hidden = predictor(hidden, self.next_tokens(tokens), mask, rotary, tokens)
+            losses = head.losses(hidden, batch.labels_after(depth))
+            total = total + factor * losses.sum()
+        return total
 
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
@@ -677,7 +815,8 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, token_positions)
         if self.positions is not None:
-            kinds = self.positions.inputs_by_block(batch, cache, len(self.blocks))
+            count = len(self.blocks) + len(self.predictors)
+            kinds = self.positions.inputs_by_block(batch, cache, count)[: len(self.blocks)]
             y = None  # a block's output is x + y: the next block adds them, in its first kernel
             for block, (mask, rotary) in zip(self.blocks, kinds, strict=True):
                 x, y = block(x, y, mask, rotary, cache, tokens)

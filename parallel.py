@@ -197,10 +197,13 @@ class LossWeight:
     It is the loss scale over the number of targets, which zero.Optimizer.begin_step sets: the
     factor by which the pipeline multiplies the sum of losses before the backward pass. adds_terms:
     False to leave out the terms that layers add, so that gradients are those of the logged loss.
+    mtp: for each module of --mtp-depth the factor of its sum of losses beside the next token's: its
+    weight, times the targets of the next token over its own, both of the global batch.
     """
 
     value: float = 0.0
     adds_terms: bool = True
+    mtp: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

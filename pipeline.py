@@ -55,8 +55,10 @@ class Pipeline:
         self._layout = config.layout
         self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
         self.set_length(config.model.seq_length)
-        # The shape of a micro-batch's sum of losses in training: with --z-loss there are two.
-        self.losses = (2,) if config.training.z_loss else ()
+        # The shape of a micro-batch's sum of losses in training: with --z-loss or --mtp-depth there
+        # are several.
+        further = bool(config.training.z_loss) + bool(config.model.mtp_depth)
+        self.losses = (1 + further,) if further else ()
         self.sending: list[Handle] = []  # sends that the last `run` did not wait for
         self.last_rank = placement(config.layout)[-1]  # pipeline rank that holds the last stage
         # Schedule.rank_of, the ranks of the stages, of schedules whose ranks have been connected.
@@ -80,10 +82,10 @@ class Pipeline:
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
         """Run the forward and backward passes of one step on this rank.
 
-        Return the sum of losses (a scalar; with --z-loss, (2,), also the sum of z-losses) and the
-        number of targets of the replica on the rank that holds the last stage and is first in its
-        tensor group; 0 and 0 on all other ranks. The losses are multiplied by `loss_weight` for the
-        gradients; Optimizer.begin_step returns it.
+        Return the sum of losses (a scalar; with --z-loss or --mtp-depth also those that
+        Stage.forward adds, (n,)) and the number of targets of the replica on the rank that holds
+        the last stage and is first in its tensor group; 0 and 0 on all other ranks. The losses are
+        multiplied by `loss_weight` for the gradients; Optimizer.begin_step returns it.
         """
         return self.run(self.schedule(micro_batches), batches, loss_weight)
 
@@ -193,8 +195,8 @@ class Execution:
     """One run of a rank's list of actions, with its messages and kept activations.
 
     An iteration over the execution does the actions. loss: the sum of the losses so far, float64,
-    in training with --z-loss also that of the z-losses, (2,); targets: the number of targets in
-    that sum.
+    in training also the further ones of Stage.forward, (n,); targets: the number of targets in that
+    sum.
     """
 
     def __init__(
@@ -278,7 +280,7 @@ class Execution:
         y = self.pipeline.stages[stage](x, batch)
         if self.is_last(action) and batch is not None:
             self.take_result(batch, y.detach())
-            total = y.sum() if y.dim() else y  # with the z-loss, if there is one
+            total = y.sum() if y.dim() else y  # with the further losses
             y = total * self.loss_weight  # from here the backward pass starts
         else:
             self._pass_on(y.detach(), action, stage + 1)

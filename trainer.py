@@ -219,29 +219,39 @@ def run_passes(
     length = state.length
     micro_batches = limit or config.layout.micro_batches(size)
     batches = state.reader.batches(samples, consumed, state.timeline, keep=keep)
-    counted = None  # the number of labels in the global batch that count in the loss, if needed
-    if config.data.masks_loss and config.training.has_router_losses:
-        counted = count_labels(state, batches, config.layout.micro_batches(size))
+    depth = config.model.mtp_depth
+    # The numbers of labels in the global batch: of the next token, and of those of --mtp-depth.
+    targets = [size * max(0, length - later) for later in range(depth + 1)]
+    counted = None  # how many labels of the next token count in the loss, if that is needed
+    if config.data.masks_loss and (config.training.has_router_losses or depth):
+        targets = count_labels(state, batches, config.layout.micro_batches(size))
+        counted = targets[0]
+    state.factory.loss_weight.mtp = tuple(
+        config.training.mtp_weight / depth * targets[0] / max(1, count) for count in targets[1:]
+    )
     loss_weight = state.optimizer.begin_step(size * length, micro_batches, counted)
     for begin_step in state.before_passes:
         begin_step(consumed, length)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 
 
-def count_labels(state: ModelState, batches: data.MicroBatches, micro_batches: int) -> int:
+def count_labels(state: ModelState, batches: data.MicroBatches, micro_batches: int) -> list[int]:
     """Return how many labels of the global batch count in the loss; collective over all ranks.
 
-    The ranks that compute losses read all of the batch for it, and keep it for the passes.
+    The first number is that of the next token, then come those of the modules of --mtp-depth. The
+    ranks that compute losses read all of the batch for it, and keep it for the passes.
     """
     mesh = state.factory.mesh
-    counted = torch.zeros(1, dtype=torch.int64, device=state.factory.device)
+    depth = state.config.model.mtp_depth
+    counted = torch.zeros(1 + depth, dtype=torch.int64, device=state.factory.device)
     if mesh.pp.rank == state.pipeline.last_rank and mesh.tp.rank == 0:
         batches.keep()
         for index in range(micro_batches):
             mesh.recorder.at("data", index)
-            counted += batches(index).count
+            of_batch = batches(index).targets_after(depth)
+            counted += torch.tensor(of_batch, device=counted.device)
     mesh.world.at_once.all_reduce(counted).wait()
-    return mesh.world.values(counted)[0]
+    return mesh.world.values(counted)
 
 
 def _prepare_decoding(state: TrainState) -> None:

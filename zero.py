@@ -60,6 +60,7 @@ class StepResult:
     loss_scale: the scale of this step's losses. expert_loads: for each block with experts the rows
     of its busiest expert, over the mean of its experts; None for a model without experts. z_loss:
     the mean z-loss over the targets, which `loss` does not contain; None without --z-loss.
+    mtp_loss: the mean over --mtp-depth's modules of their mean losses, not in `loss` either.
     """
 
     grad_norm: float
@@ -68,6 +69,7 @@ class StepResult:
     loss_scale: float = 1.0
     expert_loads: list[float] | None = None
     z_loss: float | None = None
+    mtp_loss: float | None = None
 
 
 def trained_parameters(part: nn.Module) -> list[nn.Parameter]:
@@ -330,8 +332,8 @@ class Optimizer:
         world. Called after the backward passes of a step.
 
         lr: the learning rate. loss_sum: this rank's share of the sum of losses, 0 if another rank
-        counts it, or with --z-loss, (2,), also of the sum of z-losses; the result holds the means
-        over the targets. targets: this rank's share of the number of targets, if loss masks make it
+        counts it, or (n,), with what Stage.forward adds to it; the result holds the means over the
+        targets. targets: this rank's share of the number of targets, if loss masks make it
         known only after the forward passes; None: the number given to `begin_step`.
         If the gradient norm is not finite, if the batch has no target, or if `accepts` returns
         False, no rank updates its weights; without targets, norm and loss are 0. Raise UserError if
@@ -366,8 +368,12 @@ class Optimizer:
         if accepted:
             self.scale.update(overflowed)
         loads = None if self.balance is None else self.balance.finish_step(skipped)
-        z_loss = others[0] / max(1, counted) if others else None
-        return StepResult(norm, mean_loss, skipped, scale, loads, z_loss)
+        means = [other / max(1, counted) for other in others]
+        z_loss = means.pop(0) if self.training.z_loss else None
+        # The sum was multiplied by the weight, and by the targets of the next token over the own.
+        weight = self.training.mtp_weight
+        mtp_loss = means[0] / weight if means and weight else None
+        return StepResult(norm, mean_loss, skipped, scale, loads, z_loss, mtp_loss)
 
     def discard(self) -> None:
         """Clear the gradients of passes without an update; called after the warm-up passes.

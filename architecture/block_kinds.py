@@ -49,6 +49,12 @@ def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     return models
 
 
+def predictor(model: ModelShape) -> ModelShape:
+    """Return a model that has one block, alike that of a module of mtp_depth."""
+    (kind,) = _kinds_of(model, model.layers)
+    return _alike(replace(model, hybrid_pattern="none"), kind, 1)
+
+
 # The kinds of blocks: (whether it has experts, "mixer", the attention that it has, or "none", or
 # "beside" for a mixer that is beside attention).
 Kind = tuple[bool, str]
@@ -79,7 +85,7 @@ def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
     """Return a model that has so many blocks, all of one kind."""
     has_experts, mixes = kind
     options: dict[str, Any] = {"layers": blocks, "window_blocks": "all", "rotary_blocks": "all"}
-    options |= {"first_dense_layers": 0, "expert_interval": 1}
+    options |= {"first_dense_layers": 0, "expert_interval": 1, "mtp_depth": 0}
     if model.hybrid_pattern != "none" or mixes == "beside":
         letters = {"mixer": "M", "beside": "M", "none": "E" if has_experts else "-"}
         options["hybrid_pattern"] = letters.get(mixes, "*") * blocks

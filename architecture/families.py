@@ -114,6 +114,7 @@ class Family:
     skipped_rows: int = 0
     interleaved: bool = False
     rows: dict[str, list[str]] = field(default_factory=dict)
+    predictors: list[Any] = field(default_factory=list)
 
     @property
     def has_rotary(self) -> bool:
@@ -147,6 +148,8 @@ class Family:
             copied |= {"window_rotary_base", "window_rotary_scaling"}
         if "kv_lora_rank" in self.fields and rotary_scaling(model.rotary_scaling)[1]:
             copied.add("query_scalar")  # by mscale_all_dim
+        if self.predictors and model.mtp_depth <= self.predictors[0]:
+            copied.add("mtp_depth")
         values = {name: getattr(model, name) for name in copied}
         for name, allowed in self.options.items():  # a value is kept if the family allows it
             value = getattr(model, name)
@@ -232,7 +235,8 @@ def _family(
     """Return the Family of an entry of families.toml.
 
     modules: for each of our module names, the names that the module has in Hugging Face's files,
-    or a single name, without the prefix `inner` (in blocks) or `outer` (elsewhere). options: for
+    or a single name, without the prefix `inner` (in blocks) or `outer` (elsewhere); a name that
+    begins with "/" has no prefix. options: for
     each option a list of the allowed values, or a single value.
     """
     whole_names: dict[str, tuple[str, ...]] = {}
@@ -240,7 +244,10 @@ def _family(
         prefix = other_fields["inner"] if ours.startswith("blocks.") else other_fields["outer"]
         if ours == "head":  # in transformers the head is beside the model, and not inside
             prefix = ""
-        whole_names[ours] = tuple(prefix + short_name for short_name in _as_list(theirs))
+        whole_names[ours] = tuple(
+            name.removeprefix("/") if name.startswith("/") else prefix + name
+            for name in _as_list(theirs)
+        )
     allowed = {ours: _as_list(values) for ours, values in options.items()}
     odd = ODD[other_fields.pop("odd", "nothing")]
     return Family(name, modules=whole_names, options=allowed, odd=odd, **other_fields)

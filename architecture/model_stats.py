@@ -218,9 +218,17 @@ def head_parameters(model: ModelShape) -> int:
     return norm_parameters(model) + matrix
 
 
+def predictor_parameters(model: ModelShape) -> int:
+    """Parameters of mtp_depth's modules: a block, three norms and a matrix each."""
+    if not model.mtp_depth:
+        return 0
+    block = _block_parameters(block_kinds.predictor(model))
+    return model.mtp_depth * (block + 3 * norm_parameters(model) + 2 * model.hidden**2)
+
+
 def parameters(model: ModelShape) -> int:
     """Parameters of the whole model, each counted once, without vocabulary padding."""
-    blocks = parameters_of_blocks(model, 0, model.layers)
+    blocks = parameters_of_blocks(model, 0, model.layers) + predictor_parameters(model)
     return embedding_parameters(model) + blocks + head_parameters(model)
 
 
@@ -274,8 +282,17 @@ def seen_tokens(model: ModelShape) -> float:
 
 
 def head_flops(model: ModelShape) -> float:
-    """Forward FLOPs of the output matrix for one token."""
-    return 2.0 * model.hidden * model.vocab_size
+    """Forward FLOPs of the output matrix for one token, and of multi-token prediction if any."""
+    return 2.0 * model.hidden * model.vocab_size + predictor_flops(model)
+
+
+def predictor_flops(model: ModelShape) -> float:
+    """Forward FLOPs of mtp_depth's modules for one token: a matrix, a block and the output's."""
+    if not model.mtp_depth:
+        return 0.0
+    block = _block_flops(block_kinds.predictor(model))
+    products = 2.0 * model.hidden * (2 * model.hidden + model.vocab_size)
+    return model.mtp_depth * (block + products)
 
 
 def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[float, float]:

@@ -201,6 +201,11 @@ class ModelShape:
         file_only=True,
         not_latent=True,
     )
+    mtp_depth: int = option(
+        0,
+        "modules of multi-token prediction (DeepSeek-V3), each for one more token; 0: none",
+        minimum=0,
+    )
     attention_gate: bool = option(
         False,
         "a sigmoid gate of each column of attention's result, from the block's input",
@@ -547,10 +552,14 @@ class ModelShape:
             return part == "E"
         if self.experts == 1 or block < self.first_dense_layers:
             return False
+        if block >= self.layers:  # of a module of mtp_depth
+            return True
         return (block + 1) % self.expert_interval == 0
 
     def has_window(self, block: int) -> bool:
         """Return whether the block with number `block`, from 0, has a window, however long."""
+        if block >= self.layers:  # of a module of mtp_depth
+            return False
         return self.window > 0 and flags_of(self.window_blocks, self.layers)[block]
 
     def part_of(self, block: int) -> str:
@@ -558,7 +567,7 @@ class ModelShape:
 
         Raise UserError if the pattern has another number of blocks.
         """
-        if self.hybrid_pattern == "none":
+        if self.hybrid_pattern == "none" or block >= self.layers:  # of a module of mtp_depth
             return ""
         if len(self.hybrid_pattern) != self.layers:
             raise UserError(
@@ -572,8 +581,11 @@ class ModelShape:
 
     def mixers_of(self, block: int) -> tuple[str, ...]:
         """Return what mixes the tokens in the block with number `block`: attention, a mixer, both
-        side by side, or nothing in a block that is an MLP alone.
+        side by side, or nothing in a block that is an MLP alone. The blocks of modules of
+        mtp_depth, whose numbers come after the layers', have attention.
         """
+        if block >= self.layers:  # of a module of mtp_depth
+            return ("attention",)
         if part := self.part_of(block):
             return {"M": (self.mixer,), "*": ("attention",)}.get(part, ())
         if self.mixer == "attention" or not flags_of(self.mixer_blocks, self.layers)[block]:
@@ -599,13 +611,25 @@ class ModelShape:
         """The numbers of the blocks with attention, ascending."""
         return [n for n in range(self.layers) if "attention" in self.mixers_of(n)]
 
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether the last stage needs the embedding's matrix: a tied head, or mtp_depth."""
+        return self.tied or self.mtp_depth > 0
+
+    @property
+    def attends(self) -> bool:
+        """Whether any block has attention, those of modules of mtp_depth too."""
+        return bool(self.attention_blocks or self.mtp_depth)
+
     def attention_of(self, block: int) -> BlockAttention:
         """Return what attention does in the block with number `block`, which has attention.
 
         A window that is as long as a sample changes nothing, and is left out.
         """
         windowed = self.has_window(block)
-        rotary = self.positions == "rotary" and flags_of(self.rotary_blocks, self.layers)[block]
+        rotary = self.positions == "rotary"
+        if block < self.layers:
+            rotary = rotary and flags_of(self.rotary_blocks, self.layers)[block]
         return BlockAttention(
             window=self.window if windowed and self.window < self.seq_length else 0,
             rotary=rotary,

@@ -137,8 +137,11 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     if model.embedding_norm:
         norms.append("embedding.norm")
     experts = _expert_shapes(model)
-    for i in range(model.layers):
+    for i in range(model.layers + model.mtp_depth):
         block = f"blocks.{i}"
+        if i >= model.layers:  # of a module of multi-token prediction
+            norms += [f"{block}.mtp.{name}" for name in ("embedding_norm", "hidden_norm", "norm")]
+            shapes[f"{block}.mtp.join.weight"] = (h, 2 * h)
         attends = "attention" in model.mixers_of(i)
         has_mlp_norm = model.has_mlp(i) and model.block != "shared-norm"
         parts = ["attention"] * bool(model.mixers_of(i)) + ["mlp"] * has_mlp_norm

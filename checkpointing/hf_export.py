@@ -55,6 +55,7 @@ class Rule:
     in this order, and returns ours; to_theirs: takes our tensor and returns theirs in this order.
     exact: their tensor is in fp32 whatever the type of the other weights is. part: our tensor is
     some rows of their only one, whose other rows are those of other rules.
+    copies: so many of the last names are of copies of the first tensor.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Rule:
     to_theirs: Callable[[Tensor], tuple[Tensor, ...]]
     exact: bool = False
     part: hf_mixers.Part | None = None
+    copies: int = 0
 
 
 def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
@@ -72,7 +74,59 @@ def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
     if that family, or every family, does not have the model.
     """
     family = families.family_of(model, name)
-    return [_rule(name, model, family) for name in canonical_shapes(model)]
+    return [
+        _in_predictor(_rule(name, model, family), model, family) for name in canonical_shapes(model)
+    ]
+
+
+def _in_predictor(rule: Rule, model: ModelShape, family: Family) -> Rule:
+    """Return the rule with the names that blocks of multi-token prediction have in the family."""
+    number = re.match(r"blocks\.(\d+)\.(?!mtp\.)", rule.name)
+    if number is None or int(number[1]) < model.layers or not family.predictors:
+        return rule
+    here = family.inner.replace("*", number[1])
+    depth = int(number[1]) - model.layers
+    of_block = family.predictors[1]
+    there = here if of_block == family.inner else of_block.replace("*", str(depth))
+    return dataclasses.replace(rule, theirs=tuple(n.replace(here, there, 1) for n in rule.theirs))
+
+
+def _copies(model: ModelShape, family: Family, depth: int) -> dict[str, str]:
+    """Return the names of a predictor's copies of the embedding's and the head's matrix, by name of
+    the tensor that they equal.
+
+    depth: the predictor's number, from 0 on.
+    """
+    block = str(model.layers + depth)
+    head = "embedding.tokens" if model.tied else "head"
+    found = {}
+    for part, original in (("embedding", "embedding.tokens"), ("head", head)):
+        if names := family.modules.get(f"blocks.*.mtp.{part}"):
+            copy = f"{names[0]}.weight".replace("*", block)
+            found[copy] = f"{family.modules[original][0]}.weight"
+    return found
+
+
+def _with_copies(all_rules: list[Rule], model: ModelShape, family: Family) -> list[Rule]:
+    """Return the rules of an export, which write the predictors' copies of the model's matrices."""
+    copies: dict[str, list[str]] = {}
+    for depth in range(model.mtp_depth):
+        for copy, original in _copies(model, family, depth).items():
+            copies.setdefault(original, []).append(copy)
+
+    def with_copies(rule: Rule) -> Rule:
+        names = copies.get(rule.theirs[0], []) if rule.theirs else []
+        if not names:
+            return rule
+
+        def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
+            (theirs,) = rule.to_theirs(ours)
+            return theirs, *(theirs.clone() for _ in names)
+
+        theirs = (*rule.theirs, *names)
+        return dataclasses.replace(rule, theirs=theirs, to_theirs=to_theirs, copies=len(names))
+
+    return [with_copies(rule) for rule in all_rules]
 
 
 def _rule(name: str, model: ModelShape, family: Family) -> Rule:
@@ -354,6 +408,9 @@ def hf_config(
     if record and model.positions != "learned":
         length = families.FAMILIES[config["model_type"]].fields["seq_length"][0]
         config[length] = max(record.context_length, model.seq_length)
+    predictors = families.FAMILIES[config["model_type"]].predictors
+    if model.mtp_depth and predictors and predictors[2]:
+        config[predictors[2]] = model.mtp_depth
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -407,6 +464,7 @@ def export_weights(
         torch_dtype = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
         config = hf_config(model, torch_dtype, family, record)
         all_rules = rules(model, config["model_type"])
+        all_rules = _with_copies(all_rules, model, families.FAMILIES[config["model_type"]])
         shapes = index.shapes
         if difference := compare(shapes, model):
             raise UserError(
@@ -426,7 +484,10 @@ def export_weights(
             _write_safetensors(path, group, index, torch_dtype, kind, fold)
             file_of |= {theirs: name for rule in group for theirs in rule.theirs}
         if count > 1:
-            total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * torch_dtype.itemsize
+            total = (
+                sum(math.prod(shapes[rule.name]) * (1 + rule.copies) for rule in all_rules)
+                * torch_dtype.itemsize
+            )
             write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
         write_json(folder, "config.json", config)
         if record.generation is not None:
@@ -544,6 +605,7 @@ def import_weights(
     lines = list(_notes(source, config, record, where, files))
     model, line = _with_own_head(source, slices, model, family)
     lines += [line] if line else []
+    model = _with_predictors(source, slices, model, family)
     all_rules = rules(model, family.name)
     tensors = _match(source, slices, all_rules)
     check_buffers(source, slices, model)
@@ -691,6 +753,37 @@ def _with_own_head(
         f"config.json ties the head to the embedding, but {head} differs from {embedding} by up to "
         f"{difference:g}: imported with a head of its own (tied = false), as transformers loads it"
     )
+
+
+def _with_predictors(
+    source: str, slices: dict[str, Any], model: ModelShape, family: Family
+) -> ModelShape:
+    """Return the model with as many modules of multi-token prediction as the folder has.
+
+    transformers saves none, whatever config.json says of their number. Their copies of the
+    embedding's and the head's matrix are taken out of `slices`. Raise UserError if one of them is
+    not equal: here they share the model's.
+    """
+    if not family.predictors:
+        return model
+    name = f"{family.modules['blocks.*.mtp.join'][0]}.weight"
+    depth = 0
+    while depth < family.predictors[0]:
+        if _spelled(name.replace("*", str(model.layers + depth)), slices) is None:
+            break
+        for copy, original in _copies(model, family, depth).items():
+            found, same = _spelled(copy, slices), _spelled(original, slices)
+            if found is None or same is None:
+                continue
+            shapes = [slices[key].get_shape() for key in (found, same)]
+            if shapes[0] != shapes[1] or largest_difference(slices[found], slices[same]) != 0:
+                raise UserError(
+                    f"{source}: {found} is not {same}: a module of multi-token prediction has the "
+                    "embedding and the head of the model here, and none of its own"
+                )
+            del slices[found]
+        depth += 1
+    return dataclasses.replace(model, mtp_depth=depth)
 
 
 def _open_tensors(folder: str) -> tuple[dict[str, Any], list[str]]:

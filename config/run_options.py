@@ -181,6 +181,11 @@ class Training:
     z_loss: float = option(
         0.0, "z-loss coefficient of the output logits, such as 1e-5", minimum=0.0
     )
+    mtp_weight: float = option(
+        0.3,
+        "weight of the mean loss of --mtp-depth's modules, beside the next token's",
+        minimum=0.0,
+    )
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 
     @property

@@ -123,7 +123,7 @@ class Layout:
 
         Each of them has other query heads of that head.
         """
-        return max(1, self.tp // model.kv_heads) if model.attention_blocks else 1
+        return max(1, self.tp // model.kv_heads) if model.attends else 1
 
     @property
     def stages_per_rank(self) -> int:

@@ -122,6 +122,11 @@ def check_shape(model: ModelShape) -> None:
             f"rotary positions turn an even number of columns of a head, 2 or more: {part} is "
             f"{model.rotary_width}"
         )
+    if model.mtp_depth >= model.seq_length:
+        raise UserError(
+            f"mtp-depth({model.mtp_depth}) predicts tokens beyond the end of every sample: "
+            f"seq-length({model.seq_length})"
+        )
     if model.positions == "learned" and model.seq_length > model.max_positions:
         raise UserError(
             f"seq-length({model.seq_length}) is longer than the learned positions: "

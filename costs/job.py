@@ -194,6 +194,11 @@ class Job(NamedTuple):
         return found
 
     @property
+    def predictor(self) -> "Job":
+        """A job whose model has one block, alike that of a module of --mtp-depth."""
+        return self._replace(model=block_kinds.predictor(self.model))
+
+    @property
     def parameters_of_all_experts(self) -> float:
         """The number of parameters of all experts of a block, as the mean over all blocks; or 0."""
         parameters = 0.0

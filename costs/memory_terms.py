@@ -103,7 +103,34 @@ def held_parameters(job: Job, parts: Parts) -> Column:
         positions = model.max_positions * model.hidden
     has_head_matrix = parts.head & (parts.tied | (not model.tied))  # its own, or a tied copy
     vocabulary = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
+    if model.mtp_depth:
+        if not model.tied:  # its modules' copy of the embedding's matrix, beside the head's own
+            vocabulary = vocabulary + vocabulary_matrix * (parts.head & parts.tied)
+        vocabulary = vocabulary + parts.head * predictor_parameters(job)
     return parts.blocks * block + parts.embedding * positions + vocabulary
+
+
+def predictor_parameters(job: Job) -> Column:
+    """Return the number of parameters of --mtp-depth's modules on one GPU of the last stage.
+
+    Each has a block, whose matrices tp divides, and whole on each GPU three norms and a matrix.
+    """
+    model = job.model
+    each = job.predictor
+    norms = block_norms(each.model) * norm_parameters(model) + whole_scales(each.model)
+    block = each.parameters_here + norms - norms / job.layout.tp
+    return model.mtp_depth * (block + 3 * norm_parameters(model) + 2 * model.hidden**2)
+
+
+def kept_of_predictors(job: Job) -> Column:
+    """Return the bytes that --mtp-depth's modules keep for one micro-batch, without logits.
+
+    Beside its block each keeps the inputs and the results of three norms, two of which are joined.
+    """
+    if not job.model.mtp_depth:
+        return 0.0
+    beside = 8.0 * job.activation_bytes / job.sequence_shards
+    return job.model.mtp_depth * (kept_of_block(job.predictor)[0] + beside)
 
 
 @term
@@ -251,7 +278,7 @@ def communicators(job: Job) -> tuple[Column, Column]:
     over_heads = np.greater(job.over_heads, 1)
     gathers_keys = over_heads & np.greater(job.cp, job.over_heads)
     # Tensor ranks with the same key/value head have a group, unless they are all of them.
-    has_copies = np.greater(layout.tp, job.model.kv_heads) & bool(job.model.attention_blocks)
+    has_copies = np.greater(layout.tp, job.model.kv_heads) & job.model.attends
     kv_copies = has_copies & (job.model.kv_heads > 1)
     experts = np.greater(job.ep, 1)
     # Experts that send one copy to a node have a group across nodes, and one within the node.
@@ -265,7 +292,7 @@ def communicators(job: Job) -> tuple[Column, Column]:
     # ends of a pipeline have one if they share a tied matrix; in a V they are on the same rank.
     pipeline = pp * np.where(np.greater(layout.stages_per_rank, 1), 8, 2)
     in_a_v = np.equal(layout.schedule, "zb-v")
-    pipeline = pipeline + (pp & ~in_a_v & bool(job.model.tied))
+    pipeline = pipeline + (pp & ~in_a_v & bool(job.model.copies_embedding))
     all_ranks = np.greater(job.gpus, 1)
     # Muon's exchange of matrices needs all ranks of a stage.
     stage = tp & np.greater(job.shards, 1) & (job.training.optimizer == "muon")
@@ -596,8 +623,11 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     """
     size = job.number_bytes
     matrix = 1.0 * size * job.vocab_columns * job.model.hidden  # bytes of the matrix's gradient
-    shares_matrix = parts.embedding & np.bool_(job.model.tied)
+    depth = job.model.mtp_depth
+    # With --mtp-depth autograd adds up the gradients of the matrix, which is used several times.
+    shares_matrix = (parts.embedding & np.bool_(job.model.tied)) | (depth > 0)
     has_gradient = (job.zero >= 2) | shares_matrix
+    matrix = matrix * (1 + (depth > 0))
     not_gathered = np.where(job.zero == 3, 2 * size * job.parameters_here, 0.0)
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
@@ -605,4 +635,5 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     kept = size * logits
     if job.training.z_loss:
         kept = kept + 4.0 * job.tokens  # each token's log Z, in fp32
+    kept = kept + depth * size * logits + kept_of_predictors(job)
     return heads * kept + np.maximum(chunk_in_fp32, gradients)

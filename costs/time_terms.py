@@ -451,7 +451,23 @@ def head(job: Job) -> Pass:
     columns = job.vocab_columns
     logits = op_costs.moved(machine, machine.software.logit_bytes * job.tokens * columns)
     added = accumulated(job, columns * job.model.hidden)
-    return head_product(job) + Pass(logits + tensor_all_reduce(job), logits + added)
+    once = head_product(job) + Pass(logits + tensor_all_reduce(job), logits + added)
+    depth = job.model.mtp_depth
+    return once + (predictor(job) + once) * depth if depth else once
+
+
+def predictor(job: Job) -> Pass:
+    """Return the seconds of one micro-batch through a module of --mtp-depth, without the logits.
+
+    It is a block and a matrix of 2 h inputs, whole on each rank; with --recompute full, backward
+    runs the block once more. The embedding of its tokens is an all-reduce.
+    """
+    h = job.model.hidden
+    block = block_seconds(job.predictor)
+    again = np.where(np.equal(job.layout.recompute, "full"), block.forward, 0.0)
+    rows = job.tokens // job.sequence_shards
+    joined = op_costs.linear(job.machine, rows, h, 2 * h, job.number_bytes)
+    return block + joined + Pass(tensor_all_reduce(job), again)
 
 
 def head_product(job: Job) -> Pass:

@@ -250,7 +250,7 @@ def mesh_of_run(config: Config, context: Context | None) -> Mesh:
     if config.model.experts > 1:
         expert_ranks = layout.ep or 1
     rank_of_stage = placement(layout)
-    tied_over_ranks = config.model.tied and rank_of_stage[0] != rank_of_stage[-1]
+    tied_over_ranks = config.model.copies_embedding and rank_of_stage[0] != rank_of_stage[-1]
     return Mesh(
         layout.axes,
         context,

@@ -102,11 +102,12 @@ class RouterBalance:
         self.mesh = factory.mesh
         self.device = factory.device
         self.training = training
-        self.shape = (model.layers, model.experts)  # of the counts of rows in `finish_step`
-        self.blocks_with_experts = [n for n in range(model.layers) if model.has_experts(n)]
+        blocks = model.layers + model.mtp_depth
+        self.shape = (blocks, model.experts)  # of the counts of rows in `finish_step`
+        self.blocks_with_experts = [n for n in range(blocks) if model.has_experts(n)]
         self.routers: dict[int, Router] = {}  # by the number of the block in the whole model
         for stage in stages:
-            for n, block in enumerate(stage.blocks, stage.spec.first):
+            for n, block in stage.numbered_blocks():
                 if block.has_experts:
                     self.routers[n] = block.mlp.router
 

@@ -82,8 +82,9 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
     """
     matrix = model.vocab_size * model.hidden
     rank_of = placement(layout)
-    # A tied matrix is copied if the first and the last stage are on different ranks.
-    copied = model.tied and rank_of[0] != rank_of[-1]
+    # The embedding's matrix is copied if the first and the last stage are on different ranks, and
+    # the head is tied to it, or embeds tokens for multi-token prediction.
+    copied = model.copies_embedding and rank_of[0] != rank_of[-1]
     whole = costs.embedding + model.layers * costs.block + costs.head  # the whole model's time
     first = 0  # the number of the first block of the next stage
     specs: list[StageSpec] = []
@@ -99,6 +100,7 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
         if head:
             count += model_stats.head_parameters(model)
             count += matrix if copied else 0
+            count += model_stats.predictor_parameters(model)
             seconds += costs.head
         tied = copied and (embedding or head)
         share = seconds / whole

@@ -422,8 +422,8 @@ def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
     """Yield each layer of a stage: its name, with the block's number in the model, and module."""
     if stage.embedding is not None:
         yield "embedding", stage.embedding
-    blocks: Iterable[Any] = stage.blocks
-    for number, block in enumerate(blocks, stage.spec.first):
+    blocks: Iterable[tuple[int, Any]] = stage.numbered_blocks()
+    for number, block in blocks:
         for name, mixer in block.mixers():
             yield f"blocks.{number}.{name}", mixer
         if block.has_mlp:

@@ -156,6 +156,8 @@ class Log(Observer):
         }
         if result.z_loss is not None:
             row["z_loss"] = result.z_loss
+        if result.mtp_loss is not None:
+            row["mtp_loss"] = result.mtp_loss
         if result.expert_loads is not None:
             row["expert_loads"] = result.expert_loads
             row["largest_expert_share"] = max(result.expert_loads) / self.config.model.experts

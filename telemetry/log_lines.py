@@ -89,11 +89,13 @@ def step_line(row: dict[str, Any], total: int, steps: Steps, count: int, samples
     seconds_left = max(0.0, samples_left * seconds_of_sample)
     if row["iteration"] >= total:
         seconds_left = 0.0
+    mtp_loss = [f"MTP loss {row['mtp_loss']:.4f}"] if "mtp_loss" in row else []
     z_loss = [f"z-loss {row['z_loss']:.2E}"] if "z_loss" in row else []
     parts = [
         f" step {row['iteration']}/{total}",
         f"loss {loss:.4f}",
         *z_loss,
+        *mtp_loss,
         f"grad norm {row['grad_norm']:.3f}",
         f"lr {row['learning_rate']:.2E}",
         f"{row['tokens_per_second'] * ratio:,.0f} tokens/s",

@@ -70,6 +70,8 @@ def activation_names(model: ModelShape) -> list[str]:
         outputs += [f"blocks.{block}.{name}" for name in model.mixers_of(block)]
         outputs.append(f"blocks.{block}")
     outputs.append("head.norm")
+    for block in range(model.layers, model.layers + model.mtp_depth):
+        outputs += [f"blocks.{block}.attention", f"blocks.{block}"]
     gradients = [f"gradient of {name}" for name in reversed(outputs)]
     return ["tokens", *outputs, "labels", "loss", *gradients]
 
@@ -410,7 +412,7 @@ def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     """
     if stage.embedding is not None:
         yield "embedding", stage.embedding
-    for number, block in enumerate(stage.blocks, stage.spec.first):
+    for number, block in stage.numbered_blocks():
         for name, mixer in block.mixers():
             yield f"blocks.{number}.{name}", mixer
         yield f"blocks.{number}", block

@@ -46,14 +46,14 @@ def options(case: dict) -> configuration.Config:
 
 def run(config: configuration.Config, context=None, prepare=lambda state, samples: None) -> dict:
     """Loss and gradient norm of every step, the final weights in sums, unequal replicas, and the
-    losses of evaluation sets; with --z-loss also that of every step, with --ema the averages in
-    sums. prepare: is called before the first step.
+    losses of evaluation sets; with --z-loss or --mtp-depth also those of every step,
+    with --ema the averages in sums. prepare: is called before the first step.
     """
     training, splits = config.training, data.build(config)
     config, _ = auto_schedule.decide_with_note(config, "cpu")
     state = trainer.build(config, context)
     prepare(state, splits.train)
-    losses, norms, z_losses = [], [], []
+    losses, norms, z_losses, mtp_losses = [], [], [], []
     for iteration in range(Timeline(config).total_steps):
         consumed = Timeline(config).batches.consumed(iteration)
         batch = Timeline(config).batch_at(consumed)
@@ -61,6 +61,7 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
         result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        mtp_losses += [] if result.mtp_loss is None else [result.mtp_loss]
         z_losses += [] if result.z_loss is None else [result.z_loss]
     unequal = differing_replicas(state.stages, state.optimizer, state.factory.mesh)
     sets = splits.eval_sets.items()
@@ -73,6 +74,8 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
         "weights": weights(state),
         "unequal": unequal,
     }
+    if mtp_losses:
+        result["mtp_losses"] = mtp_losses
     if z_losses:
         result["z_losses"] = z_losses
     if training.ema:

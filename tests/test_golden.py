@@ -159,7 +159,7 @@ def assert_equal_runs(case: dict, result: dict, expected: dict) -> None:
     """Fail unless a case's run is that of one rank; a skipped step has the norm NaN and fails."""
     tolerance = case.get("tolerance", TOLERANCE.get(case.get("precision", "fp32")))
     assert len(result["losses"]) == case.get("steps", golden_worker.STEPS)
-    for numbers in {"losses", "norms", "z_losses"} & expected.keys():
+    for numbers in {"losses", "norms", "z_losses", "mtp_losses"} & expected.keys():
         assert_close(result[numbers], expected[numbers], tolerance, case)
     if expected["evaluated"]:
         assert_close(result["evaluated"], expected["evaluated"], tolerance, case)

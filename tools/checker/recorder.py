@@ -360,6 +360,10 @@ def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
         yield f"blocks.{number}", block
     if stage.head is not None:
         yield "head", stage.head
+    for number, predictor in enumerate(stage.predictors, stage.layers):
+        yield f"blocks.{number}", predictor
+    if stage.predictors:
+        yield "next_tokens", stage.next_tokens
 
 
 def _local_shape(module: nn.Module, tp: int) -> tuple[int, ...] | None:

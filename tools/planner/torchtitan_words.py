@@ -114,6 +114,7 @@ def _lacks(model: ModelShape) -> str:
         "norm_plus_one": model.norm_plus_one,
         f"mixer {model.mixer}": model.mixer != "attention",
         "attention_gate": model.attention_gate,
+        "mtp_depth": model.mtp_depth > 0,
         f"--block {model.block}": model.block != "pre-norm",
         "qk_norm full": model.qk_norm == "full",
         "softcap": model.attention_softcap > 0 or model.logit_softcap > 0,
