@@ -376,6 +376,20 @@ def _wrong_vectors(
     yield "every token has the same vector too much: as if a bias were added on several ranks"
 
 
+def _nearest(equal: np.ndarray, row: int, sample: int) -> tuple[int, int]:
+    """Return the place of one rank's values that a place has: its own, one of its sample, another.
+
+    equal: (rows, samples), where one rank has these values. A token that is in a text twice has
+    the same row of the embedding twice, so that several places may be equal.
+    """
+    if equal[row, sample]:
+        return row, sample
+    if equal[:, sample].any():
+        return int(equal[:, sample].argmax()), sample
+    s, b = divmod(int(equal.argmax()), equal.shape[1])
+    return s, b
+
+
 def _wrong_elements(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
@@ -393,17 +407,17 @@ def _wrong_elements(
     moved: list[tuple[tuple[int, int], tuple[int, int]]] = []
     for i, row in enumerate(part.piece.place[0]):
         for j, sample in enumerate(part.piece.place[1]):
-            off = np.abs(flat - values[i, j]).max(-1)
-            place = divmod(int(off.argmin()), off.shape[1])
-            if off[place] > CLOSE * scale:
+            equal = np.abs(flat - values[i, j]).max(-1) <= CLOSE * scale
+            if not equal.any():
                 return
-            moved.append(((int(row), int(sample)), place))
+            moved.append(((int(row), int(sample)), _nearest(equal, int(row), int(sample))))
     other = [pair for pair in moved if pair[0] != pair[1]]
     if not other:
         return
     (row, sample), (s, b) = other[0]
     if sample == b:
-        yield f"position {row} has the values of position {s}: as if cp's order were another"
+        axis = next((axis for axis in ("cp", "tp") if axis in axes_of(layout)), "cp")
+        yield f"position {row} has the values of position {s}: as if {axis}'s order were another"
     else:
         yield f"sample {sample} has those of sample {b}: as if a replica read another's samples"
 
