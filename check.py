@@ -200,8 +200,6 @@ def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
 
     arguments: those that are none of this program's options, which must be none.
     """
-    from tools.checker.programs import read_program
-
     if arguments:
         what = "--program" if given.program else "--module"
         raise UserError(
@@ -210,10 +208,15 @@ def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
     changed = dict(_pair(text) for text in given.set or ())
     local_ranks.prepare()
     with errors.installed():
+        from tools.checker.modules import read_module
         from tools.checker.program_engine import ProgramEngine
+        from tools.checker.programs import read_program
         from tools.checker.session import Session
 
-    program = read_program(Path(given.program), changed)
+    if given.program:
+        program = read_program(Path(given.program), changed)
+    else:
+        program = read_module(given.module, changed)
     ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
     layouts = program.chosen(given.layout or (), ranks)[: given.layouts]
     if not layouts:
