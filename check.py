@@ -3,6 +3,8 @@
     python check.py                                    after a change of the code: a GPT-2
     python check.py --config RUN.toml                  the code that this run uses
     python check.py --model llama-3-8b --optimizer muon --layout "tp 2 dp 2 zero 2"
+    python check.py --program my_program.py            another program, such as one of Megatron Core
+    python check.py --module my_layer.py:GatedThing    a torch module with a tensor plan
 
 All of train.py's options are taken, a layout's (--zero 3) for half of the layouts, and these:
 
@@ -16,6 +18,11 @@ All of train.py's options are taken, a layout's (--zero 3) for half of the layou
                       of train.py hold in each: --random 50 --optimizer muon; --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
     --cuda            on this machine's GPUs, in bf16 with its tolerances; not tried on several GPUs
+    --json            the verdict as one object of JSON on stdout (docs/check.md); lines go to stderr
+
+With --program or --module the other options are --layout, --layouts, --ranks, --minutes, --all,
+--at-once, --cuda, --json and --set NAME=VALUE, which changes a name of the file. The file has
+layouts() and build(layout), or for a module inputs(batch): docs/check_other_programs.md.
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
@@ -207,8 +214,6 @@ def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
 
     arguments: those that are none of this program's options, which must be none.
     """
-    from tools.checker.programs import read_program
-
     if arguments:
         what = "--program" if given.program else "--module"
         raise UserError(
@@ -217,10 +222,15 @@ def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
     changed = dict(_pair(text) for text in given.set or ())
     local_ranks.prepare()
     with errors.installed():
+        from tools.checker.modules import read_module
         from tools.checker.program_engine import ProgramEngine
+        from tools.checker.programs import read_program
         from tools.checker.session import Session
 
-    program = read_program(Path(given.program), changed)
+    if given.program:
+        program = read_program(Path(given.program), changed)
+    else:
+        program = read_module(given.module, changed)
     ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
     layouts = program.chosen(given.layout or (), ranks)[: given.layouts]
     if not layouts:

@@ -201,6 +201,21 @@ def test_values_are_explained(parts, words):
     assert words in " ".join(explanations(ONE, found, layout))
 
 
+def test_an_order_is_told_from_equal_tokens_of_other_samples():
+    """Rows of an embedding are equal where tokens are: sample 0 ends with the first token of 1."""
+    rng = np.random.default_rng(3)
+    whole = rng.normal(size=(4, 2, 6))
+    whole[3, 0] = whole[0, 1]  # position 3 of sample 0 has the token of position 0 of sample 1
+    one = Reference([piece(whole)], {})
+    moved = whole[[3, 1, 2, 0]]
+    mesh = Mesh()
+    mesh.rank, mesh.place = 0, {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    found = first_difference(one, [SeenPieces.by(one, [piece(moved)], 1, mesh)])
+    assert found is not None
+    text = " ".join(explanations(one, found, Layout(tp=4, dp=1)))
+    assert "position 0 has the values of position 3: as if tp's order" in text
+
+
 @pytest.mark.parametrize("factor", [1 + 1e-7, 1 - 1e-7, 1 + 3e-8])
 def test_a_factor_that_is_printed_as_1_explains_nothing(factor):
     parts = [({"tp": n}, [piece(WHOLE * factor)]) for n in range(2)]

@@ -5,10 +5,11 @@
     python check.py --program examples/check/megatron_core.py --set parallel_output=False
 
 The step is Megatron's own: its schedule, DistributedDataParallel, finalize_model_grads, clipping
-and distributed optimizer. Tried with megatron-core 0.16.1 on CPU ranks. `on_cpus` has all that stands
-for CUDA there: "cuda" is the CPU; doubles are what Megatron takes for floats, so that all of it is
-fp64; `Norm` is in the place of apex's, since Megatron's own has no sequence parallelism. Nothing
-else of Megatron is changed. It has no flash attention, grouped GEMM or TransformerEngine here.
+and distributed optimizer. Tried with megatron-core 0.16.1 on CPU ranks. `on_cpus` has all that
+stands for CUDA there: "cuda" is the CPU; doubles are what Megatron takes for floats, so that all of
+it is fp64; `Norm` is in the place of apex's, since Megatron's own has no sequence parallelism.
+Nothing else of Megatron is changed. What needs a GPU or TransformerEngine is not run: flash
+attention, grouped GEMM, context parallelism.
 """
 
 import contextlib
@@ -199,7 +200,7 @@ class OnCpus(TorchFunctionMode):
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
+            return args[0].clone()  # as of 16 bits: a loss writes into its logits
         if function is torch.Tensor.type and len(args) == 1:
             return "torch.cuda.FloatTensor"
         return function(*args, **kwargs)

@@ -68,8 +68,10 @@ def _stand_ins() -> None:
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.Tensor.bfloat16 = torch.Tensor.double  # type: ignore[method-assign]
     F.grouped_mm = torch._grouped_mm = _grouped_mm  # type: ignore[assignment]
+    from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.tools import utils
 
+    TORCH_DTYPE_MAP["float32"] = torch.float64  # FSDP casts weights to it
     utils.device_type, utils.device_module = "cpu", torch.cpu  # it takes CUDA for granted
 
 

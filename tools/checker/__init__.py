@@ -14,6 +14,11 @@ rounding  how far rounding alone moves each tensor, and the updates that it deci
 compare   the first tensor of a run that is not one rank's
 causes    what such a difference usually is, and the operations before a tensor
 drawn     runs drawn at random, for --random
+programs  another program's file, its layouts and its mistakes
+cuts      how another program cuts its tensors, read from them
+program_recorder, program_runs, program_engine   what recorder, runs and engine are for Trine's own
+modules   a module of a user's file as such a program
+session   what a check prints while it runs, and its verdict as lines or JSON
 engine    runs layouts in worlds of ranks, and compares each with one rank
 report    the lines that check.py prints
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from config.schema import Layout
-from tools.checker.compare import Difference, Reference, TensorPart
+from tools.checker.compare import Difference, Reference, TensorPart, groups_along
 from tools.checker.layouts import AnyLayout, axes_of
 from tools.checker.programs import ProgramLayout
 from tools.checker.recorder import AFTER, GRADIENT, IN_USE, Key, without_call
@@ -187,6 +187,7 @@ def explanations(reference: Reference, difference: Difference, layout: AnyLayout
         return ["it has numbers that are not finite"]
     found: list[str] = []
     for explain in (
+        _missing_before,
         _missing_sums,
         _repeated_terms,
         _counted_again,
@@ -210,7 +211,7 @@ def _fits(values: np.ndarray, expected: np.ndarray, scale: float) -> bool:
 def _missing_sums(reference: Reference, difference: Difference, layout: AnyLayout) -> Iterator[str]:
     """The ranks along an axis hold terms of the sum, or the sum counts something several times."""
     for axis, size in axes_of(layout).items():
-        groups = _groups(difference, axis)
+        groups = groups_along(difference.parts, axis)
         sums = [(np.sum([p.piece.values for p in g], 0), g[0].expected) for g in groups]
         if not sums:
             continue
@@ -224,27 +225,19 @@ def _missing_sums(reference: Reference, difference: Difference, layout: AnyLayou
             )
 
 
-def _groups(difference: Difference, axis: str) -> list[list[TensorPart]]:
-    """Return the parts of ranks that differ along an axis only and should be equal."""
-    found: dict[tuple, list[TensorPart]] = {}
-    if not all(axis in part.place for part in difference.parts):
-        return []
-    for part in difference.parts:
-        others = tuple(p for name, p in part.place.items() if name != axis)
-        where = tuple(place.tobytes() for place in part.piece.place)
-        found.setdefault((others, where), []).append(part)
-    groups = [group for group in found.values() if len({p.place[axis] for p in group}) > 1]
-    alike = [
-        group
-        for group in groups
-        if all(
-            p.expected.shape == group[0].expected.shape
-            and np.array_equal(p.expected, group[0].expected)
-            for p in group
-        )
-    ]
-    wrong = [group for group in alike if any(p.differs for p in group)]
-    return wrong if len(alike) == len(groups) else []
+def _missing_before(
+    reference: Reference, difference: Difference, layout: AnyLayout
+) -> Iterator[str]:
+    """What a module before returned are terms of a sum, which the first tensor is without."""
+    place = reference.order.index(difference.key)
+    last = difference.last_equal
+    begin = reference.order.index(last) if last is not None else 0
+    for key, axis in difference.terms[-1:]:
+        if begin < reference.order.index(key) < place:
+            yield (
+                f"{title(key)} is a term on each rank of {axis}, and they add up to one rank's: as "
+                f"if their sum were missing, or something were added to each term, as a bias"
+            )
 
 
 def _wrong_factors(
@@ -262,6 +255,7 @@ def _wrong_factors(
         yield "all of it is 0: as if it were never computed, or cut off"
         return
     if not np.abs(values - factor * expected).max() <= CLOSE * largest:
+        yield from _own_factors(difference)
         return
     along = {size: axis for axis, size in reversed(axes_of(layout).items())}
     for size, axis in along.items():
@@ -279,9 +273,32 @@ def _wrong_factors(
             return
     if abs(factor - 2) < CLOSE:
         yield "twice one rank's: as if a sum were taken twice"
+    elif isinstance(layout, ProgramLayout) and expected.size < LEAST_FITTED:
+        return  # any number is one rank's times another
     # 1 explains nothing; and of weights an update changes little, whatever is wrong
     elif abs(factor - 1) > CLOSE and difference.key[1] != AFTER:
         yield f"{factor:.6g} times one rank's"
+
+
+def _own_factors(difference: Difference) -> Iterator[str]:
+    """Each rank's gradients are one rank's times a number of its own."""
+    if difference.key[1] != GRADIENT:
+        return
+    factors = []
+    for part in difference.wrong:
+        values, expected = part.piece.values, part.expected
+        square = float((expected * expected).sum())
+        factor = float((values * expected).sum()) / square if square else 0.0
+        if values.size < LEAST_FITTED or not _fits(
+            values, factor * expected, np.abs(expected).max()
+        ):
+            return
+        factors.append(f"{factor:.4g}")
+    if len(set(factors)) > 1:
+        yield (
+            f"each rank has one rank's times another number ({', '.join(sorted(set(factors)))}): "
+            f"as if each clipped by the norm of its own part"
+        )
 
 
 def _counted_again(
@@ -376,6 +393,20 @@ def _wrong_vectors(
     yield "every token has the same vector too much: as if a bias were added on several ranks"
 
 
+def _nearest(equal: np.ndarray, row: int, sample: int) -> tuple[int, int]:
+    """Return the place of one rank's values that a place has: its own, one of its sample, another.
+
+    equal: (rows, samples), where one rank has these values. A token that is in a text twice has
+    the same row of the embedding twice, so that several places may be equal.
+    """
+    if equal[row, sample]:
+        return row, sample
+    if equal[:, sample].any():
+        return int(equal[:, sample].argmax()), sample
+    s, b = divmod(int(equal.argmax()), equal.shape[1])
+    return s, b
+
+
 def _wrong_elements(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
@@ -393,17 +424,17 @@ def _wrong_elements(
     moved: list[tuple[tuple[int, int], tuple[int, int]]] = []
     for i, row in enumerate(part.piece.place[0]):
         for j, sample in enumerate(part.piece.place[1]):
-            off = np.abs(flat - values[i, j]).max(-1)
-            place = divmod(int(off.argmin()), off.shape[1])
-            if off[place] > CLOSE * scale:
+            equal = np.abs(flat - values[i, j]).max(-1) <= CLOSE * scale
+            if not equal.any():
                 return
-            moved.append(((int(row), int(sample)), place))
+            moved.append(((int(row), int(sample)), _nearest(equal, int(row), int(sample))))
     other = [pair for pair in moved if pair[0] != pair[1]]
     if not other:
         return
     (row, sample), (s, b) = other[0]
     if sample == b:
-        yield f"position {row} has the values of position {s}: as if cp's order were another"
+        axis = next((axis for axis in ("cp", "tp") if axis in axes_of(layout)), "cp")
+        yield f"position {row} has the values of position {s}: as if {axis}'s order were another"
     else:
         yield f"sample {sample} has those of sample {b}: as if a replica read another's samples"
 

@@ -13,7 +13,7 @@ compared with one rank's in fp64.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
@@ -58,7 +58,7 @@ class Difference:
     key: its step, kind and name. parts: the pieces of it, those that differ first. last_equal: the
     tensor before it in one rank's order, of which every piece is equal. differing: all tensors that
     are not one rank's. compared: the number of tensors. more: what else is wrong, such as replicas
-    that differ.
+    that differ. terms: tensors before it of which ranks hold terms of a sum, and over which axis.
     """
 
     key: Key
@@ -67,6 +67,7 @@ class Difference:
     differing: list[Key] = field(default_factory=list)
     compared: int = 0
     more: list[str] = field(default_factory=list)
+    terms: list[tuple[Key, str]] = field(default_factory=list)
 
     @property
     def off(self) -> float:
@@ -209,7 +210,8 @@ class Reference:
         (number,) = piece.place[0]
         own = calls[number : number + 1]
         is_scaled = piece.key[1].startswith("gradient")
-        for whole in [*own, *calls]:
+        others = (whole for place, whole in enumerate(calls) if place != number)
+        for whole in (*own, *others):
             for cut in _matching(whole, piece.values, is_scaled):
                 cut = _scaled(cut, piece.values) if is_scaled else cut
                 if self.off(piece.key, piece.values, cut) <= self.tolerance:
@@ -366,36 +368,104 @@ class SeenPieces:
     """What a rank has found about its pieces.
 
     offs: by key the largest difference from one rank's. parts: the pieces of the tensor that
-    differs first on any rank.
+    differs first on any rank. terms: see Difference.
     """
 
     offs: dict[Key, float]
     parts: list[TensorPart]
+    terms: list[tuple[Key, str]] = field(default_factory=list)
 
     @classmethod
     def by(cls, reference: Reference, pieces: list[Piece], tp: int, mesh: Any) -> "SeenPieces":
         """Compare this rank's pieces; collective over the world. tp: of the layout."""
         offs: dict[Key, float] = {}
-        for piece in pieces:
-            expected = reference.expected(piece, tp, mesh.place.get("tp", 0))
-            if expected is not None:
-                off = reference.off(piece.key, piece.values, expected)
-                offs[piece.key] = max(off, offs.get(piece.key, 0.0))
 
-        every: list[Any] = [offs] * mesh.size
-        if mesh.size > 1:
-            torch.distributed.all_gather_object(every, offs)
-        first = next(iter(differing(reference, _largest_of(every))), None)
-        parts = []
-        for piece in pieces:
-            if piece.key != first:
-                continue
-            expected = reference.expected(piece, tp, mesh.place.get("tp", 0))
-            if expected is not None:
-                off = reference.off(piece.key, piece.values, expected)
-                wrong = reference.differs(piece.key, off)
-                parts.append(TensorPart(mesh.rank, mesh.place, piece, expected, off, wrong))
-        return cls(offs, parts)
+        def compare(some: Iterable[Piece]) -> dict[Key, float]:
+            """Compare some of this rank's pieces, and return how far they are off on any rank."""
+            for piece in some:
+                if reference.differs(piece.key, offs.get(piece.key, 0.0)):
+                    continue  # another piece of the tensor has shown it
+                expected = reference.expected(piece, tp, mesh.place.get("tp", 0))
+                if expected is not None:
+                    off = reference.off(piece.key, piece.values, expected)
+                    offs[piece.key] = max(off, offs.get(piece.key, 0.0))
+            every: list[Any] = [offs] * mesh.size
+            if mesh.size > 1:
+                torch.distributed.all_gather_object(every, offs)
+            return _largest_of(every)
+
+        together = compare(piece for piece in pieces if not piece.is_found)
+        wrong = differing(reference, together)
+        if wrong and reference.of_program:  # what modules return says where it begins
+            last = wrong[0][0]
+            together = compare(x for x in pieces if x.is_found and x.key[0] <= last)
+        terms: list[tuple[Key, str]] = []
+        while True:
+            known = [key for key, _ in terms]
+            first = next(iter(differing(reference, together, known)), None)
+            parts = list(_parts_here(reference, pieces, first, tp, mesh))
+            axis = _axis_of_terms(reference, first, parts, mesh)
+            if first is None or not axis:
+                return cls(offs, parts, terms)
+            terms.append((first, axis))
+
+
+def _parts_here(
+    reference: Reference, pieces: list[Piece], key: Key | None, tp: int, mesh: Any
+) -> Iterator[TensorPart]:
+    """Yield what this rank has of a tensor, beside what one rank has there."""
+    for piece in pieces:
+        if piece.key != key:
+            continue
+        expected = reference.expected(piece, tp, mesh.place.get("tp", 0))
+        if expected is not None:
+            off = reference.off(piece.key, piece.values, expected)
+            wrong = reference.differs(piece.key, off)
+            yield TensorPart(mesh.rank, mesh.place, piece, expected, off, wrong)
+
+
+def _axis_of_terms(
+    reference: Reference, key: Key | None, parts: list[TensorPart], mesh: Any
+) -> str:
+    """Return the axis whose ranks hold terms of what a module returns on one rank; or nothing.
+
+    Collective. A module of another program may leave the sum to what comes after it.
+    """
+    if key not in reference.calls or key[1] != "output" or mesh.size == 1:
+        return ""
+    every: list[Any] = [None] * mesh.size
+    torch.distributed.all_gather_object(every, parts)
+    together = [part for each in every for part in each]
+    axes = dict.fromkeys(axis for part in together for axis in part.place)
+    for axis in axes:
+        groups = groups_along(together, axis)
+        sums = [(np.sum([p.piece.values for p in g], 0), g[0].expected) for g in groups]
+        if sums and not any(reference.differs(key, reference.off(key, *pair)) for pair in sums):
+            return axis
+    return ""
+
+
+def groups_along(parts: list[TensorPart], axis: str) -> list[list[TensorPart]]:
+    """Return the parts of ranks that differ along an axis only and should be equal."""
+    found: dict[tuple, list[TensorPart]] = {}
+    if not all(axis in part.place for part in parts):
+        return []
+    for part in parts:
+        others = tuple(p for name, p in part.place.items() if name != axis)
+        where = tuple(place.tobytes() for place in part.piece.place)
+        found.setdefault((others, where), []).append(part)
+    groups = [group for group in found.values() if len({p.place[axis] for p in group}) > 1]
+    alike = [
+        group
+        for group in groups
+        if all(
+            p.expected.shape == group[0].expected.shape
+            and np.array_equal(p.expected, group[0].expected)
+            for p in group
+        )
+    ]
+    wrong = [group for group in alike if any(p.differs for p in group)]
+    return wrong if len(alike) == len(groups) else []
 
 
 def _largest_of(every: list[dict[Key, float]]) -> dict[Key, float]:
@@ -407,12 +477,13 @@ def _largest_of(every: list[dict[Key, float]]) -> dict[Key, float]:
     return offs
 
 
-def differing(reference: Reference, offs: dict[Key, float]) -> list[Key]:
+def differing(reference: Reference, offs: dict[Key, float], terms: Sequence[Key] = ()) -> list[Key]:
     """Return the tensors that are not one rank's, in one rank's order. offs: on any rank.
 
     What a module of another program returns may differ and be right: a term of a sum over ranks,
     tokens in another order. It counts only in the step of the first result that differs (a loss, a
-    gradient, a norm, weights or state), and only if nothing after it in the same pass is equal.
+    gradient, a norm, weights or state), and only if nothing after it in the same pass is equal, and
+    if it was equal before. terms: tensors that are known to be such terms.
     """
     compared = [key for key in reference.order if key in offs]
     wrong = [key for key in compared if reference.differs(key, offs[key])]
@@ -424,13 +495,16 @@ def differing(reference: Reference, offs: dict[Key, float]) -> list[Key]:
     step = results[0][0]
     kept = set(results)
     is_wrong = set(wrong)
+    innocent = {key[1:] for key in wrong if key in reference.calls and key[0] < step}
+    innocent |= {key[1:] for key in terms}
     for kind in ("output", "gradient of output"):
         if kind == "output" and (step, "number", "loss") not in is_wrong:
             continue  # what the loss is computed from is right
         for key in reversed([key for key in compared if key[:2] == (step, kind)]):
             if key not in is_wrong:
                 break
-            kept.add(key)
+            if key[1:] not in innocent:
+                kept.add(key)
     return [key for key in wrong if key in kept]
 
 
@@ -440,11 +514,13 @@ def first_difference(reference: Reference, seen: list[SeenPieces]) -> Difference
     seen: of every rank.
     """
     offs = _largest_of([each.offs for each in seen])
-    wrong = differing(reference, offs)
+    terms = seen[0].terms
+    wrong = differing(reference, offs, [key for key, _ in terms])
     if not wrong:
         return None
     compared = [key for key in reference.order if key in offs]
     before = compared[: compared.index(wrong[0])]
     equal = [key for key in before if not reference.differs(key, offs[key])]
     parts = [part for each in seen for part in each.parts]
-    return Difference(wrong[0], parts, equal[-1] if equal else None, wrong, len(compared))
+    last_equal = equal[-1] if equal else None
+    return Difference(wrong[0], parts, last_equal, wrong, len(compared), terms=terms)

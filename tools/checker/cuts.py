@@ -160,8 +160,8 @@ def _elements(
         where = "" if place or layout.ranks == 1 else ", and in `place` of build() where a rank is"
         raise UserError(
             f"{asked}, and nothing on the tensor says how it is cut: write "
-            f"cut = {{{name!r}: {dim}}} into {program.path.name}, the dimension that tp cuts, or {{'dp': {dim}}} for another "
-            f"axis{where}"
+            f"cut = {{{name!r}: {dim}}} into {program.path.name}, the dimension that tp cuts, or "
+            f"{{'dp': {dim}}} for another axis{where}"
         )
     return found.reshape(-1)
 

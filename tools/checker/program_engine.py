@@ -90,8 +90,8 @@ class ProgramEngine:
         return (
             f"{self.program.path.name}: one rank that runs twice gives other numbers: step "
             f"{difference.key[0]}, {title(difference.key)}, off by {difference.off:.1e}. Nothing "
-            f"can be compared: build() and step() must draw the same each time (dropout 0, a generator "
-            f"with a seed)"
+            f"can be compared: build() and step() must draw the same each time (dropout 0, a "
+            f"generator with a seed)"
         )
 
     def _of_one(self, answers: Any) -> Any:
@@ -115,8 +115,8 @@ class ProgramEngine:
         """Yield a line on the precision, if the program computes in less than fp64."""
         if self.one.width != "fp64":
             yield (
-                f"{'note':{WIDTH}s} in {self.one.width}, first {self.one.first}: a tensor may be off "
-                f"by {self.reference.tolerance:.0e} of its largest element"
+                f"{'note':{WIDTH}s} in {self.one.width}, first {self.one.first}: a tensor may be "
+                f"off by {self.reference.tolerance:.0e} of its largest element"
             )
 
     def _worlds(self, worker: ProgramWorker, at_once: int, seconds: float) -> Worlds:

@@ -225,36 +225,45 @@ def read_program(path: Path, changed: Mapping[str, str]) -> Program:
 
     changed: names of the file that get another value, as text (--set).
     """
+    program, module = load(path, changed, "--program")
+    for name, what in (("layouts", "the list of its layouts"), ("build", "the program")):
+        if not callable(getattr(module, name, None)):
+            raise UserError(f"{path.name} has no function {name}(), which returns {what}")
+    program.make = module.build
+    with own_errors(program), program.modules:
+        every = module.layouts()
+    program.layouts = _layouts(every, path.name)
+    return program
+
+
+def load(path: Path, changed: Mapping[str, str], flag: str) -> tuple[Program, Any]:
+    """Return a program without layouts, and the module of its file. UserError for a mistake in it.
+
+    changed: see `read_program`. flag: the option that named the file.
+    """
     path = path.resolve()
     if not path.is_file():
-        raise UserError(f"--program {path}: there is no such file")
+        raise UserError(f"{flag} {path}: there is no such file")
     spec = importlib.util.spec_from_file_location(NAME, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"--program {path}: a file of Python, whose name ends in .py, is needed")
+        raise UserError(f"{flag} {path}: a file of Python, whose name ends in .py, is needed")
     module = importlib.util.module_from_spec(spec)
     program = Program(path, lambda layout: None, [], OwnModules(path.parent))
-    with _own_errors(program), program.modules:
+    with own_errors(program), program.modules:
         sys.modules[NAME] = module
         spec.loader.exec_module(module)
     for name, text in changed.items():
         if not hasattr(module, name):
             raise UserError(f"--set {name}={text}: {path.name} has no {name!r} at its top")
         setattr(module, name, _value(text))
-    for name, what in (("layouts", "the list of its layouts"), ("build", "the program")):
-        if not callable(getattr(module, name, None)):
-            raise UserError(f"{path.name} has no function {name}(), which returns {what}")
-    program.make = module.build
     program.cut = dict(getattr(module, "cut", {}))
     program.steps = _steps(getattr(module, "steps", STEPS), path.name)
     program.dtype = getattr(module, "dtype", None)
-    with _own_errors(program), program.modules:
-        every = module.layouts()
-    program.layouts = _layouts(every, path.name)
-    return program
+    return program, module
 
 
 @contextlib.contextmanager
-def _own_errors(program: Program) -> Iterator[None]:
+def own_errors(program: Program) -> Iterator[None]:
     """Turn an error of the user's code into a UserError with the lines of the file."""
     try:
         yield
