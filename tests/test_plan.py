@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 from ranks import ROOT
@@ -18,7 +17,7 @@ from config.command_line import parse_request, to_words
 from config.spelling import preset
 from config.validation import check_any_length
 from costs.step_time import predict as predict_step
-from tools.planner import found_layouts, layout_table, layouts, model_sizes, questions
+from tools.planner import layout_table, layouts, model_sizes, questions
 from tools.report import picture
 
 
