@@ -222,7 +222,8 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     machine = _machine(options.gpu or "a100-80", options.calibration, program)
     notes = []
     if options.network:
-        machine = hardware.with_network(machine, options.network * 1e9)
+        machine = hardware.with_network(machine, options.network.busbw)
+        notes += [options.network.note] if options.network.name else []
     if options.gpus_per_node:
         there = f"a node of {options.gpus_per_node} has the links that {machine.name} states for "
         notes.append(there + f"one of {machine.node}: {machine.network.bandwidth / 1e9:g} GB/s out")

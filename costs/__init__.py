@@ -11,5 +11,6 @@ partition_costs the stages of a layout, by the seconds of embedding, block and h
 auto_schedule   what --schedule auto chooses
 run_size        how much a run holds on one rank, estimated
 distances       how far a layout is from measured runs, which widens its interval
+networks        networks between nodes by name, and what rings reach on them
 risk            intervals, quantiles, and the probability that a layout does not fit
 """

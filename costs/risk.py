@@ -7,9 +7,9 @@
 The ratio of a measured to a predicted value is assumed to be log-normal, with one standard
 deviation below the prediction and a larger one above it. The machine's `time_spread` and
 `memory_spread` were found on runs that were not used to fit its constants
-(benchmarks/results/plan_public.md), what a
-layout far from such runs adds above (costs/distances.py) on held-out errors too
-(benchmarks/results/plan_quantiles.md). A risk is the probability of running out of memory.
+(benchmarks/results/plan_public.md), what a layout far from such runs adds above (distances.py) on
+held-out errors too (benchmarks/results/plan_quantiles.md). A risk is the probability of running out
+of memory.
 """
 
 import math

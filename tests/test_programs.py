@@ -1,8 +1,8 @@
 """If this failed, a command that the planner prints for Megatron-LM or torchtitan would be refused.
 
-tests/data/*_options.json have the options of a pinned version: how many values each takes, of which
-type, and its choices. The same 200 commands were also given to the parsers of both programs
-themselves: benchmarks/results/programs.md.
+tests/data/*_options*.json have the options of releases: how many values each takes, of which type,
+and its choices. As many commands were also given to the parsers of the programs themselves:
+benchmarks/results/programs.md.
 """
 
 import dataclasses
@@ -11,6 +11,8 @@ import json
 import random
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from ranks import ROOT
@@ -21,7 +23,7 @@ from config import schema
 from config.schema import Layout
 from config.spelling import preset
 from costs import hardware
-from tools.planner import megatron_words, programs, torchtitan_words
+from tools.planner import megatron_words, programs, releases, torchtitan_words
 from tools.planner.programs import PROGRAMS
 
 DRAWN = 100  # commands of each program
@@ -34,20 +36,26 @@ MODELS = {
 GPUS = (8, 16, 32, 64, 96, 128)
 
 
+RELEASES = [f"{name}@{version}" for name in PROGRAMS for version in releases.versions(name)]
+
+
 def options_of(name: str) -> dict[str, dict]:
-    """The options of a program's pinned version."""
-    return json.loads((ROOT / "tests" / "data" / f"{name}_options.json").read_text())["options"]
+    """The options of a release of a program, NAME or NAME@VERSION."""
+    program = programs.of(name)
+    file = f"{program.name}_options_{program.version}.json"
+    return json.loads((ROOT / "tests" / "data" / file).read_text())["options"]
 
 
-def drawn(name: str, number: int = DRAWN) -> list[list[str]]:
+def drawn(full: str, number: int = DRAWN) -> list[list[str]]:
     """Commands of random layouts that fit, for random models, batches and GPUs; the same ones."""
     found: list[list[str]] = []
-    chance = random.Random(name)
+    chance = random.Random(full)
+    name = full.partition("@")[0]
     for _ in range(200):
         model, gpus = chance.choice(MODELS[name]), chance.choice(GPUS)
         machine = chance.choice(("h100", "a100-80", "b200"))
         batch = chance.choice((128, 512, 1024, 2048))
-        words = f"layouts --for {name} --model {model} --gpu {machine} --gpus {gpus} --top 8"
+        words = f"layouts --for {full} --model {model} --gpu {machine} --gpus {gpus} --top 8"
         words += f" --global-batch-size {batch}"
         if machine != "a100-80" and chance.random() < 0.3:
             words += " --fp8"
@@ -64,13 +72,17 @@ def drawn(name: str, number: int = DRAWN) -> list[list[str]]:
     raise AssertionError(f"only {len(found)} commands")
 
 
+# Words of torchtitan's newer releases that are a choice of their own.
+SUBCOMMANDS = [f"activation_checkpoint:{name}" for name in ("none", "selective", "full")]
+
+
 def wrong_in(command: list[str], options: dict[str, dict]) -> list[str]:
     """What of a command's words the pinned version does not take."""
     wrong, words = [], iter(command)
     kinds = {"int": int, "float": float}
     for word in words:
         if not word.startswith("--"):
-            if word not in ("pretrain_gpt.py", "-m", "torchtitan.train"):
+            if word not in ("pretrain_gpt.py", "-m", "torchtitan.train", *SUBCOMMANDS):
                 wrong.append(word)
             continue
         if word not in options:
@@ -90,16 +102,18 @@ def wrong_in(command: list[str], options: dict[str, dict]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", sorted(PROGRAMS))
-def test_every_word_of_a_hundred_commands_is_an_option_of_the_pinned_version(name):
+@pytest.mark.parametrize("name", RELEASES)
+def test_every_word_of_a_hundred_commands_is_an_option_of_the_release(name):
     options = options_of(name)
     commands = drawn(name)
     assert {shlex.join(c): wrong_in(c, options) for c in commands if wrong_in(c, options)} == {}
     # the draw has pipelines, recomputation and experts
     texts = [shlex.join(command) for command in commands]
     assert len(set(texts)) > DRAWN * 0.8
-    for word in ("pipeline", "recompute" if name == "megatron" else "activation_checkpoint", "fp8"):
-        assert any(word in text or "float8" in text for text in texts), word
+    recompute = "recompute" if name.startswith("megatron") else "activation_checkpoint"
+    for word in ("pipeline", recompute, "fp8"):
+        said = word != "fp8" or name not in ("torchtitan@0.3.0", "torchtitan@main")
+        assert any(word in text or "float8" in text for text in texts) == said, word
 
 
 def test_a_wrong_word_value_or_choice_would_be_seen():
@@ -111,9 +125,41 @@ def test_a_wrong_word_value_or_choice_would_be_seen():
 
 
 def test_the_versions_are_those_of_the_tables():
-    for name, words in (("megatron", megatron_words), ("torchtitan", torchtitan_words)):
-        table = json.loads((ROOT / "tests" / "data" / f"{name}_options.json").read_text())
-        assert table["source"]["tag"] == words.VERSION == PROGRAMS[name].version
+    for name in RELEASES:
+        program = programs.of(name)
+        file = f"{program.name}_options_{program.version}.json"
+        table = json.loads((ROOT / "tests" / "data" / file).read_text())
+        assert table["source"]["release"] == program.version
+
+
+def test_without_a_version_a_command_is_for_the_newest_that_is_known():
+    for name in PROGRAMS:
+        program = programs.of(name)
+        assert program.version == releases.newest(name)
+        assert f"for {name} {program.version} of 20" in program.release
+        assert f"{name}@" in program.release
+        older = programs.of(f"{name}@{releases.versions(name)[-1]}")
+        assert f"the newest on 2026-11-29 was {program.version}" in older.release
+    with pytest.raises(UserError, match=r"'torchtitan@0.1.0': there are torchtitan@0.3.0, "):
+        programs.of("torchtitan@0.1.0")
+    assert programs.of("megatron@core_v0.16.1").version == "0.16.1"
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_a_newer_release_than_the_newest_known_would_be_seen(name):
+    """Where the package index answers; the command of a release that is not read may be refused."""
+    command = [sys.executable, "-m", "pip", "index", "versions", releases.package(name)]
+    newer = "3.13" if name == "megatron" else "3.12"
+    command += ["--python-version", newer, "--only-binary", ":all:", "--disable-pip-version-check"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        pytest.skip("no package index that answers")
+    found = re.search(r"Available versions: ([0-9.]+)", done.stdout)
+    if done.returncode or not found:
+        pytest.skip("no package index that answers")
+    newest = releases.newest(name)
+    assert found[1] == newest, f"{name} {found[1]} is out, commands are for {newest}"
 
 
 def test_the_stages_of_a_command_are_the_blocks_that_were_planned():
@@ -250,7 +296,7 @@ def test_every_option_that_is_said_has_a_line():
     # Of the model's options only those that it writes; another one is refused by itself.
     names -= {field.name for field in dataclasses.fields(schema.ModelShape)} - megatron_words.MODEL
     words = {word.partition("=")[0].lstrip("-").removeprefix("no-") for word in text.split()}
-    missing = {name.replace("_", "-") for name in names & PROGRAMS["megatron"].says} - {
+    missing = {name.replace("_", "-") for name in names & megatron_words.SAYS} - {
         word.replace("_", "-") for word in words
     }
     assert not missing, f"lines in CHANGES for {missing}, or take them out of megatron_words.SAYS"
@@ -298,7 +344,7 @@ def test_torchtitans_rate_is_that_of_the_run():
     words += " --lr-warmup-samples 128 --min-lr 1e-4 --adam-beta2 0.9 --seed 3"
     options, rest = plan.parser().parse_known_args(f"layouts --for torchtitan {words}".split())
     run = plan.question_of(options, rest).config
-    command = torchtitan_words.words(run, Layout(dp=8, zero=3), 8)
+    command = torchtitan_words.words(run, Layout(dp=8, zero=3), 8, version="0.2.2")
     found = dict(itertools.pairwise(command))
     assert float(found["--lr_scheduler.decay_ratio"]) == 0.1
     assert float(found["--lr_scheduler.min_lr_factor"]) == pytest.approx(0.1)
@@ -306,7 +352,46 @@ def test_torchtitans_rate_is_that_of_the_run():
     assert found["--lr_scheduler.decay_type"] == "sqrt"
     assert found["--optimizer.beta2"] == "0.9"
     assert found["--debug.seed"] == "3"
-    assert wrong_in(command, options_of("torchtitan")) == []
+    assert wrong_in(command, options_of("torchtitan@0.2.2")) == []
+    # 0.3.0 has no option for the optimizer: the answer says what its config function must have.
+    newer = torchtitan_words.words(run, Layout(dp=8, zero=3), 8)
+    assert not any(word.startswith("--optimizer") for word in newer)
+    (note,) = (n for n in torchtitan_words.notes(run, Layout(dp=8)) if "default_adamw" in n)
+    assert "llama3_8b must have optimizer=default_adamw(lr=0.001, betas=(0.9, 0.9)" in note
+
+
+def test_torchtitans_main_counts_in_tokens():
+    """The same run: a step's tokens, those of a micro-batch of a rank, and micro-batches."""
+    words = (
+        "layouts --model llama-3-8b --gpu h100 --gpus 32 --global-batch-size 64 --seq-length 4096"
+    )
+    run = plan.question_of(*plan.parser().parse_known_args(words.split())).config
+    layout = Layout(tp=2, pp=4, dp=4, micro_batch_size=2, zero=1)
+    said = {}
+    for version in ("0.3.0", "main"):
+        command = torchtitan_words.words(run, layout, 32, version=version)
+        said[version] = dict(itertools.pairwise(command))
+        assert wrong_in(command, options_of(f"torchtitan@{version}")) == []
+    old, new = said["0.3.0"], said["main"]
+    tokens = int(new["--training.num_tokens_per_train_step"])
+    assert tokens == int(old["--training.global_batch_size"]) * 4096
+    micro = int(new["--training.num_tokens_per_microbatch_per_dp_rank"])
+    assert micro == int(old["--parallelism.pipeline_parallel_microbatch_size"]) * 4096
+    count = int(new["--parallelism.num_pp_microbatches"])
+    assert count * micro == int(old["--training.local_batch_size"]) * 4096
+    assert count * micro * layout.dp == tokens
+
+
+def test_a_config_function_that_a_release_has_not_is_said():
+    """Also what one has that was not asked for: llama3_405b is in fp8."""
+    for model, fp8, words in (
+        ("qwen3-8b", False, "no config function of qwen3 8B: NEW_CONFIG is yours"),
+        ("llama-3.1-405b", False, "llama3_405b has a Float8LinearConverter.Config: take it out"),
+        ("llama-3-8b", True, "llama3_8b must have a Float8LinearConverter.Config"),
+    ):
+        run = plan.question_of(*plan.parser().parse_known_args(["layouts", "--model", model]))
+        notes = torchtitan_words.notes(run.config, Layout(dp=8), fp8)
+        assert any(words in note for note in notes), (model, notes)
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
@@ -314,7 +399,7 @@ def test_a_wsd_decay_that_is_not_given_is_the_last_tenth(name):
     words = f"layouts --for {name} --model llama-3-8b --gpus 8 --global-batch-size 64 --steps 100"
     options, rest = plan.parser().parse_known_args([*words.split(), "--lr-schedule", "wsd"])
     run = plan.question_of(options, rest).config
-    command = PROGRAMS[name].words(run, Layout(dp=8, zero=1), 8, False)
+    command = programs.of(name).words(run, Layout(dp=8, zero=1), 8, False)
     found = dict(itertools.pairwise(command))
     if name == "megatron":
         assert (found["--train-samples"], found["--lr-wsd-decay-samples"]) == ("6400", "640")

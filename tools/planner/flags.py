@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from base.cli import UNITS, Parser
 from base.errors import UserError
-from costs import hardware, risk
+from costs import hardware, networks, risk
+from costs.networks import Network
 from tools.planner.programs import PROGRAMS
 
 DEFAULT_TOP = 20  # the number of lines of a table without --top
@@ -30,8 +31,20 @@ EVERYWHERE = ("config", "gpus_per_node", "calibration", "network")
 RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?) *(?:([KMGT])(B|b|bit)(?:ps|/s)?)?")
 
 
+FASTEST = 1e14  # bytes/s; no network is
 # A number of parameters: 7e9, 7B, 350M, 1.5T.
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:E[+-]?[0-9]+)?)([MBT])?")
+
+
+def network(text: str) -> Network:
+    """Return a network of the command line: by name, or with the measured rate of all ranks."""
+    if text in networks.names():
+        return networks.load(text)
+    measured = 1e9 * rate(text)
+    if not 0 < measured < FASTEST:
+        limit = f"below {FASTEST / 1e9:g}" if measured > 0 else "above 0"
+        raise UserError(f"--network must be {limit}, not {measured / 1e9:g}")
+    return Network("", "", measured, measured, "")
 
 
 def rate(text: str) -> float:
@@ -42,7 +55,9 @@ def rate(text: str) -> float:
     except ValueError:
         number = math.nan
     if found is None or math.isnan(number):
-        raise ArgumentTypeError(f"{text!r} is no rate in GB/s, such as 25, 25GB/s or 200Gb/s")
+        known = ", ".join(networks.names())
+        such = "such as 25, 25GB/s or 200Gb/s"
+        raise ArgumentTypeError(f"{text!r} is no rate in GB/s, {such}, and none of {known}")
     if found[2] is None:
         return number
     bits = 1 if found[3] == "B" else 8
@@ -82,7 +97,11 @@ FLAGS = {
     "nodes": Flag("full nodes (default 1)", int, None, 1e6),
     "gpus": Flag("GPUs, in place of nodes", int, None, 1e6),
     "calibration": Flag("TOML file of measured rates of this machine", str, "FILE"),
-    "network": Flag("measured GB/s of a node, in place of the datasheet's", rate, "GB/s", 1e5),
+    "network": Flag(
+        f"measured GB/s of a node, in place of the datasheet's; or {', '.join(networks.names())}",
+        network,
+        "GB/s",
+    ),
     "top": Flag(f"lines to print (default {DEFAULT_TOP})", int, None, math.inf),
     "rejected": Flag("print every rejected layout", bool),
     "tokens": Flag("tokens to train on", float, None, 1e18),

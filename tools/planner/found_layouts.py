@@ -14,25 +14,26 @@ from typing import Any
 
 from base.errors import UserError
 from config.timeline import Timeline
-from costs import hardware
+from costs import hardware, networks
 from costs.job import Job
+from costs.networks import Network
 from costs.step_time import at_other_network, predict
 from tools.planner import cost, layouts
 from tools.planner.layout_commands import command, flags_text, launcher, layout_flags
 from tools.planner.questions import Question
 
-# Without --network one line says which layout is the fastest at this rate: bytes/s out of a node
-# that has a single adapter of 200 Gb/s.
-ONE_ADAPTER = 25e9
+# Without --network lines say which layout is the best bet on so many networks that are near.
+SHOWN_NETWORKS = 2
 
 
 @dataclass(frozen=True)
 class OtherNetwork:
-    """The fastest layout at another rate of the network, and seconds of a step there.
+    """The best bet on another network, and seconds of a step there.
 
     first_seconds: of the layout that is the first at the rate of the question.
     """
 
+    network: Network
     line: layouts.Ranked
     seconds: float
     first_seconds: float
@@ -55,7 +56,7 @@ class FoundLayouts:
     rejected: list[layouts.Rejected]
     slower: int
     by_median: layouts.Ranked | None
-    at_one_adapter: OtherNetwork | None
+    on_networks: list[OtherNetwork]
     elsewhere: list[str]
     launcher: list[str]
 
@@ -77,7 +78,7 @@ def find(question: Question) -> FoundLayouts:
         rejected=ranking.rejected,
         slower=ranking.slower,
         by_median=_by_median(safe, ranking.median) if safe else None,
-        at_one_adapter=_at_one_adapter(question, safe) if safe else None,
+        on_networks=_on_networks(question, safe) if safe else [],
         elsewhere=[] if safe else where_it_fits(question, ranking),
         launcher=launcher(question) if ranking.ranked else [],
     )
@@ -93,11 +94,16 @@ def as_data(found: FoundLayouts) -> dict[str, Any]:
         "ranked": [_as_data(line, question) for line in found.safe],
         "risky": [_as_data(line, question) for line in found.risky],
         "rejected": [entry.layout | {"reason": entry.reason} for entry in found.rejected],
-        "at_one_adapter": None,
+        "on_networks": [
+            {
+                "network": other.network.name,
+                "bytes_per_second": other.network.busbw,
+                "seconds": other.seconds,
+                "flags": layout_flags(other.line.layout, question),
+            }
+            for other in found.on_networks
+        ],
     }
-    if other := found.at_one_adapter:
-        flags = layout_flags(other.line.layout, question)
-        data["at_one_adapter"] = {"seconds": other.seconds, "flags": flags}
     if found.safe:
         data["launcher"] = found.launcher
         data["command"] = command(question, found.safe[0].layout)
@@ -112,30 +118,39 @@ def has_networks(lines: list[layouts.Ranked]) -> bool:
     return any(line.prediction.at_networks for line in lines)
 
 
-def _at_one_adapter(question: Question, lines: list[layouts.Ranked]) -> OtherNetwork | None:
-    """Return which of some lines is the fastest if a node has one network adapter (ONE_ADAPTER).
+def _on_networks(question: Question, lines: list[layouts.Ranked]) -> list[OtherNetwork]:
+    """Return which of some lines is the best bet on other networks, the nearest of them first.
 
-    Return None if the network's rate is known, is not above this one, or does not matter on these
-    GPUs.
+    They are the SHOWN_NETWORKS of networks.toml that are nearest to the datasheet's rate and slower
+    by a fifth, and the slowest. Return none if the rate is known, or does not matter here.
     """
     machine = question.machine
-    if not has_networks(lines) or machine.network.bandwidth <= ONE_ADAPTER:
-        return None
-    slow = hardware.with_network(machine, ONE_ADAPTER)
+    if not has_networks(lines):
+        return []
     run = question.config
+    slower = [networks.load(name) for name in networks.names()]
+    slower = [one for one in slower if one.busbw < 0.8 * machine.network.speed]
+    nearest = sorted(slower, key=lambda one: -one.busbw)[:SHOWN_NETWORKS]
+    found = []
+    for network in dict.fromkeys([*nearest, *slower[:1]]):
+        there = hardware.with_network(machine, network.busbw)
 
-    def likely(line: layouts.Ranked) -> float:
-        job = Job(run.model, line.priced, run.training, machine)
-        return at_other_network(line.prediction, job, slow)
+        def likely(line: layouts.Ranked, there: hardware.Machine = there) -> float:
+            job = Job(run.model, line.priced, run.training, machine)
+            widened = line.prediction.quantile / line.prediction.at_networks[-1]
+            return at_other_network(line.prediction, job, there) * widened
 
-    def seconds(line: layouts.Ranked) -> float:
-        job = Job(run.model, line.priced, run.training, slow)
-        return predict(job, line.prediction.memory).seconds
+        def seconds(line: layouts.Ranked, there: hardware.Machine = there) -> tuple[float, float]:
+            job = Job(run.model, line.priced, run.training, there)
+            prediction = predict(job, line.prediction.memory)
+            return prediction.quantile, prediction.seconds
 
-    # Two lines are simulated: the first one, and the one that is likely the fastest.
-    best = min(lines[: question.options.top], key=likely)
-    best = min(lines[0], best, key=seconds)
-    return OtherNetwork(best, seconds(best), seconds(lines[0]), best is lines[0])
+        # Two lines are simulated: the first one, and the one that is likely the best bet.
+        best = min(lines[: question.options.top], key=likely)
+        best = min(lines[0], best, key=seconds)
+        is_first = best is lines[0]
+        found.append(OtherNetwork(network, best, seconds(best)[1], seconds(lines[0])[1], is_first))
+    return found
 
 
 def _by_median(safe: list[layouts.Ranked], median: list[layouts.Ranked]) -> layouts.Ranked | None:

@@ -97,7 +97,8 @@ def stand_ins(question: Question, layout: schema.Layout) -> list[str]:
     run = question.config
     missing: list[str] = []
     if question.program:
-        missing += [question.program.release, *question.program.notes(run, layout)]
+        fp8 = bool(question.options.fp8)
+        missing += [question.program.release, *question.program.notes(run, layout, fp8)]
     elif run.data.data == ("synthetic",):
         missing.append("--data synthetic is random tokens: give the prefix of your corpus")
     if not _has_length(run) and not question.program:

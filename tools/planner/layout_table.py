@@ -16,7 +16,6 @@ from costs.job import Job
 from costs.step_time import Prediction, predict
 from tools.planner import batch_file, cost, layouts
 from tools.planner.found_layouts import (
-    ONE_ADAPTER,
     FoundLayouts,
     OtherNetwork,
     as_data,
@@ -67,8 +66,7 @@ def _text(found: FoundLayouts) -> str:
     lines += ["", f"{len(found.rejected)} cannot run:"]
     lines += _reasons(found.rejected, question.options.rejected)
     lines += notes(found.safe or found.risky) + found.elsewhere
-    if other := found.at_one_adapter:
-        lines.append(_network_line(question, other))
+    lines += _network_lines(found)
     if found.safe:
         lines += _command_lines(found)
     return "\n".join(lines)
@@ -108,16 +106,26 @@ def risk_of_fitting(question: Question, risky: list[layouts.Ranked]) -> str:
     return f"at a risk of at most {accepted} ({len(risky)} at {between})"
 
 
-def _network_line(question: Question, other: OtherNetwork) -> str:
-    """Return a line on the fastest layout where a node has one network adapter."""
-    rate = f"{ONE_ADAPTER / BILLION:g} GB/s"
-    text = f"with {rate} per node (one 200 Gb/s adapter): "
-    if other.is_first:
-        return f"{text}the first line is still the fastest of these, {other.seconds:.2f} s"
-    return (
-        f"{text}{flags_text(other.line.layout, question)}, {other.seconds:.2f} s, where the first "
-        f"takes {other.first_seconds:.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks by it"
-    )
+def _network_lines(found: FoundLayouts) -> list[str]:
+    """Return a line for each answer on other networks; networks with the same answer share it."""
+    question = found.question
+    kinds: dict[str, list[OtherNetwork]] = {}  # by flags, "" of the first line
+    for other in found.on_networks:
+        flags = "" if other.is_first else flags_text(other.line.layout, question)
+        kinds.setdefault(flags, []).append(other)
+    lines = []
+    for flags, others in kinds.items():
+        names = ", ".join(
+            f"{one.network.name} ({one.network.busbw / BILLION:g} GB/s a node)" for one in others
+        )
+        took = ", ".join(f"{one.seconds:.2f}" for one in others)
+        if not flags:
+            lines.append(f"on {names}: the first line is still the best of these, {took} s")
+            continue
+        first = ", ".join(f"{one.first_seconds:.2f}" for one in others)
+        text = f"on {names}: {flags}, {took} s, where the first takes {first} s"
+        lines.append(f"{text}; --network {others[0].network.name} ranks by it")
+    return lines
 
 
 def _command_lines(found: FoundLayouts) -> list[str]:

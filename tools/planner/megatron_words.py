@@ -3,12 +3,12 @@
     words(run, layout, gpus, fp8)      pretrain_gpt.py and its options
     refusal(run, layout)               why Megatron-LM cannot run a layout, or ""
     SAYS                               the options that the command says, or that are refused
-    PROGRAM                            all of it, with the facts by which it is planned
+    program(version)                   all of it, with the facts by which it is planned
 
-The options are those of VERSION: tests/data/megatron_options.json has their names, types and
-choices, which tests/test_programs.py compares with printed commands. An option of the model that
-Megatron-LM has not is a refusal, never left out; programs.py names given options that are not in
-SAYS.
+The options are those of the releases in releases.toml: tests/data/megatron_options*.json have their
+names, types and choices, which tests/test_programs.py compares with printed commands. An option of
+the model that Megatron-LM has not is a refusal, never left out; programs.py names given options
+that are not in SAYS.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ from base.options import as_typed
 from config.schema import Config, Layout, Training
 from costs.partition_costs import part_costs
 from schedules.partition import blocks_per_stage
+from tools.planner import releases
 from tools.planner.expert_engines import ExpertEngine
 from tools.planner.program import Program
 
-VERSION = "core_v0.16.1"
+NEWEST = releases.newest("megatron")
 STEPS = 1000  # --train-iters if the user gave no length
 # Positions of Llama 3.1's scaling in --use-rope-scaling: low and high factor, old context.
 LLAMA3 = ["1", "4", "8192"]
@@ -326,7 +327,7 @@ def _expert_words(model: ModelShape) -> list[str]:
     return found
 
 
-def notes(run: Config, layout: Layout) -> list[str]:
+def notes(run: Config, layout: Layout, fp8: bool = False) -> list[str]:
     """Return what the command has stand-ins for, as texts of one line."""
     found = ["--mock-data and NullTokenizer are stand-ins for --data-path and your tokenizer"]
     if layout.tp > 1 or layout.cp > 1:
@@ -334,28 +335,28 @@ def notes(run: Config, layout: Layout) -> list[str]:
     return found
 
 
-PROGRAM = Program(
-    name="megatron",
-    version=VERSION,
-    newest="0.19.2",
-    newest_refuses="was not tried: it needs Python 3.12",
-    engine="nemo-2025",
-    rates="nemo-2025",
-    expert_engine="megatron-experts",
-    facts={},
-    expert_kind=ExpertEngine,
-    expert_facts={"sent_once": False},  # of the dispatcher that the command names
-    values={
-        "schedule": ["1f1b", "interleaved"],
-        "virtual_stages": [2, 3, 4, 5, 6, 8, 10],  # those of published runs
-        "zero": [1, 0],
-        "recompute": ["none", "full"],
-        "sequence_parallel": [True, False],
-        "partition": ["balanced"],
-    },
-    refusal=refusal,
-    words=words,
-    layout_words=layout_words,
-    notes=notes,
-    says=SAYS,
-)
+def program(version: str) -> Program:
+    """Return Megatron-LM with one release of Megatron Core."""
+    return Program(
+        name="megatron",
+        version=version,
+        engine="nemo-2025",
+        rates="nemo-2025",
+        expert_engine="megatron-experts",
+        facts={},
+        expert_kind=ExpertEngine,
+        expert_facts={"sent_once": False},  # of the dispatcher that the command names
+        values={
+            "schedule": ["1f1b", "interleaved"],
+            "virtual_stages": [2, 3, 4, 5, 6, 8, 10],  # those of published runs
+            "zero": [1, 0],
+            "recompute": ["none", "full"],
+            "sequence_parallel": [True, False],
+            "partition": ["balanced"],
+        },
+        refusal=refusal,
+        words=words,
+        layout_words=layout_words,
+        notes=notes,
+        says=SAYS,
+    )

@@ -17,7 +17,7 @@ from base.errors import UserError
 from config.schema import Config, Layout
 from costs import hardware
 from costs.hardware import Machine
-from tools.planner import engines
+from tools.planner import engines, releases
 from tools.planner.engines import ProgramSoftware
 
 
@@ -29,9 +29,7 @@ class Program:
     """
 
     name: str
-    version: str  # the version whose options the command has
-    newest: str  # the newest release that was seen on the package index
-    newest_refuses: str  # what that release says to the command
+    version: str  # the release whose options the command has (releases.toml)
     engine: str  # a table of engines.toml; of models without experts
     rates: str  # the table whose machines have the rates of such programs
     expert_engine: str  # the same, of models with experts
@@ -42,7 +40,7 @@ class Program:
     refusal: Callable[[Config, Layout], str]  # why the program cannot run a layout, or ""
     words: Callable[[Config, Layout, int, bool], list[str]]  # its command, after the launcher
     layout_words: Callable[[Config, Layout], list[str]]  # of these, the options of the layout
-    notes: Callable[[Config, Layout], list[str]]  # what the command has stand-ins for
+    notes: Callable[[Config, Layout, bool], list[str]]  # what the command has stand-ins for
     says: frozenset[str]  # options of train.py that the command says, or that are refused
 
     def machine(self, name: str, calibration: str | None = None) -> Machine:
@@ -69,8 +67,8 @@ class Program:
 
     @property
     def release(self) -> str:
-        """Return the version that a command is for, and what a newer one says to it."""
-        return f"for {self.name} {self.version}; {self.newest} {self.newest_refuses}"
+        """Return the release that a command is for, with its date, and which others there are."""
+        return releases.says(self.name, self.version)
 
     def left_out(self, given: Collection[str]) -> list[str]:
         """Return a sentence with the given options that the command does not say, if there are any.

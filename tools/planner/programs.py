@@ -1,28 +1,39 @@
 """The programs for which the planner answers in place of train.py: `plan.py --for megatron`.
 
-    program = programs.of("megatron")          # a tools.planner.program.Program
+    program = programs.of("megatron")             # a tools.planner.program.Program
+    program = programs.of("torchtitan@0.2.2")     # of a release in releases.toml; else the newest
 
-To add a program: its table in engines.toml, a module like megatron_words.py, which ends with its
-`Program` and writes its command, and its line here.
+To add a program: its tables in engines.toml and releases.toml, a module like megatron_words.py,
+which ends with a function `program` and writes its command, and its line here.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from base.errors import UserError, nearest
-from tools.planner import megatron_words, torchtitan_words
+from tools.planner import megatron_words, releases, torchtitan_words
 from tools.planner.enumeration import VARIED
 from tools.planner.program import Program
 
-PROGRAMS = {each.name: each for each in (megatron_words.PROGRAM, torchtitan_words.PROGRAM)}
+PROGRAMS: dict[str, Callable[[str], Program]] = {
+    "megatron": megatron_words.program,
+    "torchtitan": torchtitan_words.program,
+}
 
 
 def of(name: str) -> Program:
-    """Return the program of a name; raise UserError if there is none."""
-    if name not in PROGRAMS:
+    """Return the program of NAME or NAME@VERSION; raise UserError if there is none."""
+    program, _, version = name.partition("@")
+    if program not in PROGRAMS:
         known = ", ".join(PROGRAMS)
-        meant = nearest(name, list(PROGRAMS)) or ""
+        meant = nearest(program, list(PROGRAMS)) or ""
         raise UserError(f"--for {name!r}: there are {known}{meant}; without --for it is train.py")
-    return PROGRAMS[name]
+    versions = releases.versions(program)
+    version = version.removeprefix("core_").removeprefix("v") or versions[0]
+    if version not in versions:
+        known = ", ".join(f"{program}@{each}" for each in versions)
+        raise UserError(f"--for {name!r}: there are {known}")
+    return PROGRAMS[program](version)
 
 
 def trials(program: Program) -> dict[str, Any]:

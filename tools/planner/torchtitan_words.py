@@ -1,26 +1,33 @@
 """Writes torchtitan's command for a model and a layout, and says what torchtitan cannot run.
 
-    words(run, layout, gpus, fp8)      -m torchtitan.train and its options
-    refusal(run, layout)               why torchtitan cannot run a layout, or ""
-    SAYS                               the options that the command says, or that are refused
-    PROGRAM                            all of it, with the facts by which it is planned
+    words(run, layout, gpus, fp8, version)      -m torchtitan.train and its options
+    refusal(run, layout)                        why torchtitan cannot run a layout, or ""
+    SAYS                                        the options that are said, or that are refused
+    program(version)                            all of it, with the facts by which it is planned
 
-The options are those of VERSION: tests/data/torchtitan_options.json has their names, types and
-choices, which tests/test_programs.py compares with printed commands. A model of torchtitan is one
-of its flavors, FLAVORS; for another shape `notes` says what the new flavor must have.
+The names of the options in each release are in releases.toml, their types and choices in
+tests/data/torchtitan_options*.json, which tests/test_programs.py compares with printed commands. A
+model of torchtitan is one of its flavors, FLAVORS; for another shape `notes` says what the new
+flavor must have. From 0.3.0 on a config function has the model and what no option says.
 
 With one stage torchtitan's FSDP is --zero 3. With several, it keeps gathered weights and reduces
 gradients once in a step, which holds and sends what --zero 1 does.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from architecture.shape import ModelShape
 from config.schema import Config, Layout, Training
+from tools.planner import releases
 from tools.planner.engines import ProgramSoftware
 from tools.planner.program import Program
 
-VERSION = "v0.2.2"
+NEWEST = releases.newest("torchtitan")
+NEW_CONFIG = "NEW_CONFIG"  # stands for a config function that a release has not
+IN_FP8 = ("llama3_405b",)  # config functions whose linear layers are in fp8
+SWITCH = object()  # the value of an option that has none
 STEPS = 1000  # --training.steps if the user gave no length
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -156,112 +163,172 @@ def flavor(model: ModelShape) -> tuple[str, str] | None:
     return None
 
 
-def words(run: Config, layout: Layout, gpus: int, fp8: bool = False) -> list[str]:
+def words(
+    run: Config, layout: Layout, gpus: int, fp8: bool = False, version: str = NEWEST
+) -> list[str]:
     """Return the words of the command after its launcher: the module and its options."""
-    training = run.training
     name, which = flavor(run.model) or ("llama3", "NEW_FLAVOR")
-    found = ["-m", "torchtitan.train", "--model.name", name, "--model.flavor", which]
-    found += ["--training.seq_len", str(run.model.seq_length)]
-    found += ["--training.global_batch_size", str(training.global_batch_size)]
-    found += layout_words(run, layout)
-    found += ["--training.mixed_precision_param", PRECISIONS[training.precision]]
-    found += [*_training_words(training), "--compile.enable"]
-    return found + (["--model.converters", "float8"] if fp8 else [])
+    options = releases.options("torchtitan", version)
+    quantities: dict[str, Any] = {"model": name, "flavor": which}
+    quantities["config"] = _config(name, which, version)
+    quantities |= {"seq_length": run.model.seq_length}
+    quantities |= _batch_quantities(run) | _layout_quantities(run, layout)
+    quantities["precision"] = PRECISIONS[run.training.precision]
+    quantities |= _training_quantities(run.training) | {"compile": SWITCH}
+    quantities |= {"fp8": "float8"} if fp8 else {}
+    return ["-m", "torchtitan.train", *_as_words(quantities, options)]
 
 
-def _training_words(training: Training) -> list[str]:
-    """Return the options of the length, the rate and the optimizer.
+def _as_words(quantities: dict[str, Any], options: Mapping[str, str]) -> list[str]:
+    """Return the words of some quantities: those for which a release has an option.
+
+    options: by quantity, the option, or the format of a word of its own, which comes last.
+    """
+    found: list[str] = []
+    last: list[str] = []
+    for name, value in quantities.items():
+        option = options[name]
+        if "{}" in option:
+            last.append(option.format(value))
+        elif option:
+            text = f"{value:.12g}" if isinstance(value, float) else str(value)
+            found += [option] if value is SWITCH else [option, text]
+    return found + last
+
+
+def _config(name: str, which: str, version: str) -> str:
+    """Return the config function of a flavor in a release, or NEW_CONFIG if it has none."""
+    function = f"{name}_{which}".lower().replace(".", "_").replace("-", "_")
+    return function if function in releases.release("torchtitan", version).configs else NEW_CONFIG
+
+
+def _batch_quantities(run: Config) -> dict[str, Any]:
+    """Return the batch of a step, in samples and in tokens."""
+    batch = run.training.global_batch_size
+    return {"global_batch": batch, "global_tokens": (batch or 0) * run.model.seq_length}
+
+
+def _training_quantities(training: Training) -> dict[str, Any]:
+    """Return the length, the rate and the optimizer.
 
     The rate is counted in steps there: parts of it in samples become whole steps.
     """
     batch = training.global_batch_size or 1
     steps = training.steps or STEPS
-    numbers: dict[str, float] = {
-        "training.steps": steps,
-        "training.max_norm": training.clip_grad,
-        "optimizer.lr": training.lr,
-        "optimizer.weight_decay": training.weight_decay,
-        "optimizer.beta1": training.adam_beta1,
-        "optimizer.beta2": training.adam_beta2,
-        "optimizer.eps": training.adam_eps,
-        "lr_scheduler.warmup_steps": -(-training.lr_warmup_samples // batch),
-        "lr_scheduler.min_lr_factor": training.final_lr / training.lr if training.lr else 0.0,
-        "debug.seed": training.seed,
+    found: dict[str, Any] = {
+        "steps": steps,
+        "clip": float(training.clip_grad),
+        "lr": float(training.lr),
+        "weight_decay": float(training.weight_decay),
+        "beta1": float(training.adam_beta1),
+        "beta2": float(training.adam_beta2),
+        "eps": float(training.adam_eps),
+        "warmup": -(-training.lr_warmup_samples // batch),
+        "min_lr": training.final_lr / training.lr if training.lr else 0.0,
+        "seed": training.seed,
     }
     schedule = training.lr_schedule
     if schedule == "constant":  # it never begins to decay
-        numbers["lr_scheduler.decay_ratio"] = 0.0
+        found["decay"] = 0.0
     elif schedule == "wsd":
         # By default the decay is the last tenth, as in config/learning_rate.py.
         decay = training.lr_wsd_decay_samples or steps * batch / 10
-        numbers["lr_scheduler.decay_ratio"] = min(1.0, decay / (steps * batch))
+        found["decay"] = min(1.0, decay / (steps * batch))
     style = WSD_DECAYS[training.lr_wsd_decay_style] if schedule == "wsd" else DECAYS[schedule]
-    found = [word for name, n in numbers.items() for word in (f"--{name}", f"{n:.12g}")]
-    return [*found, "--optimizer.name", "AdamW", "--lr_scheduler.decay_type", style]
+    return found | {"optimizer": "AdamW", "decay_type": style}
 
 
-def layout_words(run: Config, layout: Layout) -> list[str]:
+def layout_words(run: Config, layout: Layout, version: str = NEWEST) -> list[str]:
     """Return the options of the layout: axes, schedule, batch of a rank, recomputation."""
-    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp}
-    sizes["expert"] = (layout.ep or 1) if run.model.experts > 1 else 1
-    found = ["--parallelism.data_parallel_shard_degree", "-1"]
-    for name, size in sizes.items():
-        found += [f"--parallelism.{name}_parallel_degree", str(size)] if size > 1 else []
-    local = layout.micro_batch_size
+    return _as_words(_layout_quantities(run, layout), releases.options("torchtitan", version))
+
+
+def _layout_quantities(run: Config, layout: Layout) -> dict[str, Any]:
+    """Return the axes, the schedule, the batch of a rank and the recomputation.
+
+    Every axis is said, also if it is 1: a config function may have another.
+    """
+    ep = (layout.ep or 1) if run.model.experts > 1 else 1
+    found: dict[str, Any] = {"shards": -1}
+    found |= {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": ep}
+    local = micro = layout.micro_batch_size
     if layout.pp > 1:  # a rank's whole batch goes through the pipeline at once
-        local = run.training.global_batch_size // (layout.dp or 1)
-        found += ["--parallelism.pipeline_parallel_schedule", SCHEDULES[layout.schedule]]
-        micro = str(layout.micro_batch_size)
-        found += ["--parallelism.pipeline_parallel_microbatch_size", micro]
+        local = (run.training.global_batch_size or 0) // (layout.dp or 1)
+        found |= {"schedule": SCHEDULES[layout.schedule], "stage_micro_batch": micro}
+        found["stage_micro_batches"] = local // micro
         if layout.stages_per_rank > 2:
-            parts = str(_parts_per_stage(run.model, layout))
-            found += ["--parallelism.pipeline_parallel_layers_per_stage", parts]
-    found += ["--training.local_batch_size", str(local)]
-    found += ["--activation_checkpoint.mode", layout.recompute]
+            found["stage_parts"] = _parts_per_stage(run.model, layout)
+    found |= {"local_batch": local, "micro_batch_tokens": micro * run.model.seq_length}
+    if layout.pp > 1 or ep > 1:  # neither works with its CUDA graphs
+        found["no_graphs"] = SWITCH
     if layout.recompute == "selective":
-        found += ["--activation_checkpoint.selective_ac_option", "op"]
-    return found
+        found["selective"] = "op"
+    return found | {"recompute": layout.recompute}
 
 
-def notes(run: Config, layout: Layout) -> list[str]:
+def notes(run: Config, layout: Layout, fp8: bool = False, version: str = NEWEST) -> list[str]:
     """Return what the command has stand-ins for, as texts of one line."""
     model = run.model
-    found = ["--training.dataset is torchtitan's default: give yours, and --model.hf_assets_path"]
+    options = releases.options("torchtitan", version)
+    data = "--model.hf_assets_path" if options["flavor"] else "--hf_assets_path"
+    found = [f"the dataset is torchtitan's default: give yours, and {data}"]
     if model.experts > 1:
         found.append("no run of torchtitan with experts was measured: planned as Trine's experts")
-    if not flavor(model):
+    known = flavor(model)
+    if not known:
         sizes = f"dim={model.hidden}, n_layers={model.layers}, n_heads={model.heads}"
         sizes += f", n_kv_heads={model.kv_heads}, an MLP of {model.ffn_hidden}"
         sizes += f", vocab_size={model.vocab_size}, rope_theta={model.rotary_base:g}"
         sizes += f", RoPE scaling {model.rotary_scaling}" * (model.rotary_scaling != "none")
         sizes += ", the head tied to the embedding" * model.tied
         found.append(f"torchtitan has no flavor of this shape: NEW_FLAVOR must have {sizes}")
+    if options["config"]:
+        found += _config_notes(run, known, fp8, version)
     return found
 
 
-PROGRAM = Program(
-    name="torchtitan",
-    version=VERSION,
-    newest="0.3.0",
-    newest_refuses="(which pip installs) refuses it: its options have other names",
-    engine="torchtitan",
-    rates="automodel",  # its own rows are of a cluster with another H100
-    expert_engine="torchtitan",
-    facts={"fused_norms": True, "fused_elementwise": True, "keeps_products": True},  # compiled
-    expert_kind=ProgramSoftware,  # no run with experts was measured: Trine's formulas
-    expert_facts={},
-    values={
-        "schedule": ["1f1b", "gpipe", "interleaved", "zb-v"],
-        "virtual_stages": [2, 4],
-        "zero": [1, 3],
-        "recompute": ["none", "selective", "full"],
-        "recompute_layers": [None],
-        "sequence_parallel": [True],
-        "partition": ["blocks"],
-    },
-    refusal=refusal,
-    words=words,
-    layout_words=layout_words,
-    notes=notes,
-    says=SAYS,
-)
+def _config_notes(run: Config, known: tuple[str, str] | None, fp8: bool, version: str) -> list[str]:
+    """Return what the config function of a release must have, since no option says it."""
+    training = run.training
+    name = _config(*known, version) if known else NEW_CONFIG
+    found = []
+    if name == NEW_CONFIG:
+        where = f"{known[0]} {known[1]}" if known else "this shape"
+        found.append(f"{version} has no config function of {where}: NEW_CONFIG is yours")
+    optimizer = f"lr={training.lr:g}, betas=({training.adam_beta1:g}, {training.adam_beta2:g})"
+    optimizer += f", eps={training.adam_eps:g}, weight_decay={training.weight_decay:g}"
+    found.append(f"{name} must have optimizer=default_adamw({optimizer}): no option says it")
+    if fp8 and name not in IN_FP8:
+        found.append(f"{name} must have a Float8LinearConverter.Config: no option says it")
+    if not fp8 and name in IN_FP8:
+        found.append(f"{name} has a Float8LinearConverter.Config: take it out")
+    return found
+
+
+def program(version: str) -> Program:
+    """Return torchtitan in one release."""
+    return Program(
+        name="torchtitan",
+        version=version,
+        engine="torchtitan",
+        rates="automodel",  # its own rows are of a cluster with another H100
+        expert_engine="torchtitan",
+        # compiled
+        facts={"fused_norms": True, "fused_elementwise": True, "keeps_products": True},
+        expert_kind=ProgramSoftware,  # no run with experts was measured: Trine's formulas
+        expert_facts={},
+        values={
+            "schedule": ["1f1b", "gpipe", "interleaved", "zb-v"],
+            "virtual_stages": [2, 4],
+            "zero": [1, 3],
+            "recompute": ["none", "selective", "full"],
+            "recompute_layers": [None],
+            "sequence_parallel": [True],
+            "partition": ["blocks"],
+        },
+        refusal=refusal,
+        words=partial(words, version=version),
+        layout_words=partial(layout_words, version=version),
+        notes=partial(notes, version=version),
+        says=SAYS,
+    )
