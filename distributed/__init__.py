@@ -7,6 +7,7 @@ rendezvous       devices and cores, the store, process groups: how ranks meet
 context          this process among all ranks; how a job ends
 placement        node, cores and GPU of each rank
 gpus             the GPU that a rank takes
+network_variables  the network between nodes, and the variables that its libraries read
 mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
 context_parallel attention of ranks that share the tokens of a sample

@@ -34,6 +34,7 @@ import psutil
 
 from base.errors import NodeError, UserError, leave_end
 from config.run_options import Run
+from distributed import network_variables
 from distributed.early_end import SECONDS_TO_FLUSH, ending_all_ranks
 from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
@@ -224,6 +225,9 @@ class Context(Meeting):
         device = f"{psutil.cpu_count() or 1} CPU cores"
         if self.device.type == "cuda":
             device = torch.cuda.get_device_name(self.device)
+        network = None
+        if self.backend == "nccl" and len(set(self.nodes)) > 1:
+            network = network_variables.describe(torch.version.hip is not None)
         return {
             "launcher": self.launch.launcher,
             "ranks": self.size,
@@ -231,6 +235,7 @@ class Context(Meeting):
             "device": device,
             "backend": self.backend,
             "threads_per_rank": self.threads,
+            "network": network,
             "places": [dataclasses.asdict(place) for place in self.places],
         }
 

@@ -38,7 +38,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distributed import gpus
 from distributed.collectives import Group
+
+CUDNN_WIDE_HEADS = 91000  # cuDNN 9.10: from it on its attention takes heads of up to 256 numbers
 
 # ---- All-to-all over heads -----------------------------------------------------------------------
 
@@ -268,15 +271,18 @@ def chunk_kernel(q: Tensor) -> str:
     It depends on the dtype, the head size d and the device of q, (..., d). The log names the kernel
     too (layers/attention.py). On Hopper (compute capability 9.0: H100, H200) cuDNN's kernel is
     faster than torch's flash attention, 353 for 198 TFLOP/s on an H100; it takes heads of up to 128
-    numbers, a multiple of 8, and may be turned off by torch.backends.cuda.enable_cudnn_sdp.
+    numbers, from cuDNN 9.10 on of up to 256, a multiple of 8, and may be turned off by
+    torch.backends.cuda.enable_cudnn_sdp. torch for ROCm has no such kernel.
     """
     if not q.is_cuda:
         return "flash_attention"
     width = q.shape[-1]
     is_supported = q.dtype in (torch.float16, torch.bfloat16) and width <= 256
     capability = torch.cuda.get_device_capability(q.device)
+    is_hopper = gpus.nvidia_capability(q.device) == (9, 0)
     by_cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
-    if is_supported and capability == (9, 0) and by_cudnn and width <= 128 and width % 8 == 0:
+    widest = 256 if (torch.backends.cudnn.version() or 0) >= CUDNN_WIDE_HEADS else 128
+    if is_supported and is_hopper and by_cudnn and width <= widest and width % 8 == 0:
         return "cudnn_attention"
     # torch's flash attention runs on GPUs from Ampere (compute capability 8.0) on.
     if is_supported and capability >= (8, 0):

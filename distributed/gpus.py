@@ -54,6 +54,19 @@ def visible() -> int:
     return torch.cuda.device_count()
 
 
+def nvidia_capability(device: Any) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, and (0, 0) for any other GPU.
+
+    torch for ROCm reports the number of AMD's architecture in its place: (9, 0) for an MI250X
+    (gfx90a), as for an H100. What depends on NVIDIA's hardware or libraries asks here.
+    """
+    import torch
+
+    if torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def near_cores(device: Any, sysfs: str = "/sys") -> str | None:
     """Return the logical CPUs on a GPU's socket, as in 0-31,64-95; None if they are not known.
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from architecture.shape import ModelShape
-from distributed import node_dispatch, token_exchange
+from distributed import gpus, node_dispatch, token_exchange
 from distributed.collectives import reduce_from_tp
 from distributed.token_exchange import (
     Exchange,
@@ -231,9 +231,12 @@ class HeldExperts(nn.Module):
         h = rows.shape[-1]
         up = self.up.view(self.experts_here, -1, h)  # (experts, f, h), or 2 f: gate and up
         down = self.down.view(self.experts_here, h, -1)
-        inner = grouped_linear(rows, self.up, up, counts, self.deferred)
+        ends = None
+        if has_grouped_product(rows, up.transpose(1, 2)):
+            ends = ends_on_device(counts, rows.device)
+        inner = grouped_linear(rows, self.up, up, counts, self.deferred, ends)
         inner = self.activation(self._with_bias(inner, self.up_bias, counts))
-        outputs = grouped_linear(inner, self.down, down, counts, self.deferred)
+        outputs = grouped_linear(inner, self.down, down, counts, self.deferred, ends)
         return self._with_bias(outputs, self.down_bias, counts)
 
     def _with_bias(self, rows: Tensor, bias: nn.Parameter | None, counts: list[int]) -> Tensor:
@@ -377,25 +380,27 @@ class _GroupedLinear(torch.autograd.Function):
     """The product of each expert's rows with its matrix: (n, in) -> (n, out)."""
 
     @staticmethod
-    def forward(ctx, x, weight, counts, add, deferred):
+    def forward(ctx, x, weight, counts, ends, add, deferred):
         """Return the products for x (n, in), sorted by expert, and weight (experts, out, in).
 
-        counts: the number of rows of each expert. add: a function of x and the products' gradient
-        that adds the weight's gradient; None: autograd adds the gradient that `backward` returns.
-        deferred: the list that puts `add` off until pass W, or None.
+        counts: the number of rows of each expert. ends: see `_grouped_product`. add: a function of
+        x and the products' gradient that adds the weight's gradient; None: autograd adds the
+        gradient that `backward` returns. deferred: the list that puts `add` off until pass W, or
+        None.
         """
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
+        ctx.ends = ends
         ctx.add = add
         ctx.deferred = deferred
-        return _grouped_product(x, weight.transpose(1, 2), counts)
+        return _grouped_product(x, weight.transpose(1, 2), counts, ends)
 
     @staticmethod
     def backward(ctx, grad):
         """Return the gradients of x and weight; grad: that of the products, (n, out)."""
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        dx = _grouped_product(grad, weight, ctx.counts)
+        dx = _grouped_product(grad, weight, ctx.counts, ctx.ends)
         dw = None
         if ctx.deferred is not None:
             ctx.deferred.add(functools.partial(ctx.add, x, grad))  # later, in pass W
@@ -404,43 +409,61 @@ class _GroupedLinear(torch.autograd.Function):
         else:
             dw = torch.zeros_like(weight)
             _add_weight_gradients(dw, x, grad, ctx.counts)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 # torch's grouped product is one kernel for all experts. With it 128 small experts are 2.5 times as
 # fast and 8 large ones no faster (benchmarks/results/gpu-h100.md), and a step of a model with 64 or
-# 128 experts is 2.0 or 1.5 times as fast (gpu-h200.md). So it is used for many small experts:
-LEAST_GROUPED = 32  # the smallest number of experts for which it is used
+# 128 experts is 2.0 or 1.5 times as fast (gpu-h200.md). A host that launches slowly wins with few
+# experts too, which no GPU has measured yet. So it is used for all but large experts, on
+# GPUs for which torch has the kernel: NVIDIA's 9.x and 10.x. Elsewhere its grouped product copies
+# the numbers of rows to the host and computes one expert after the other, as this file does.
+LEAST_GROUPED = 4  # the smallest number of experts for which it is used
+GROUPED_ON = (9, 10)  # compute capabilities, Hopper's and Blackwell's in data centres
 MOST_OF_GROUPED = 2**22  # the most elements of one expert's matrix for which it is used
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
     """Return whether one kernel for all experts is faster than a kernel for each expert.
 
-    x: (n, in), on any device. weight: (experts, in, out). The kernel is for GPUs and bf16, and
-    needs rows of a multiple of 16 bytes.
+    x: (n, in), on any device. weight: (experts, in, out). The kernel is for GPUs of GROUPED_ON and
+    bf16, and needs rows of a multiple of 16 bytes.
     """
     experts, inputs, outputs = weight.shape
     fits = x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
     aligned = inputs % 8 == 0 and outputs % 8 == 0
     many_and_small = experts >= LEAST_GROUPED and inputs * outputs <= MOST_OF_GROUPED
-    return fits and aligned and many_and_small
+    if not (fits and aligned and many_and_small):
+        return False
+    generation, _ = gpus.nvidia_capability(x.device)
+    return generation in GROUPED_ON
 
 
-def _grouped_product(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+def _grouped_product(x: Tensor, weight: Tensor, counts: list[int], ends: Tensor | None) -> Tensor:
     """Return the product of each expert's rows of x with its matrix: (n, out).
 
-    x: (n, in), sorted by expert. weight: (experts, in, out). counts: the rows of each expert.
+    x: (n, in), sorted by expert. weight: (experts, in, out). counts: the rows of each expert. ends:
+    their sums on the device (`ends_on_device`), with which one kernel serves all experts; or None.
     """
-    if has_grouped_product(x, weight):
-        return product_in_one_kernel(x, weight, counts)
+    if ends is not None:
+        return product_in_one_kernel(x, weight, ends)
     return product_by_expert(x, weight, counts)
 
 
-def product_in_one_kernel(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+def product_in_one_kernel(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's rows of x times its matrix, (n, out), by one kernel for all experts."""
+    return F.grouped_mm(x, weight, offs=ends)
+
+
+def ends_on_device(counts: list[int], device: torch.device) -> Tensor:
+    """Return the row after the last one of each expert, as the grouped product takes it: int32.
+
+    All products of a block share it. It is copied from pinned memory, so the host does not wait.
+    """
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(x, weight, offs=ends.to(x.device, non_blocking=True))
+    if device.type == "cuda":
+        ends = ends.pin_memory()
+    return ends.to(device, non_blocking=True)
 
 
 def product_by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
@@ -483,15 +506,16 @@ def grouped_linear(
     weight: Tensor,
     counts: list[int],
     deferred: DeferredGradients | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Return the products of each expert's rows of x, (n, in), with its matrix: (n, out).
 
     parameter: the tensor whose gradient is added. weight: its view as (experts, out, in). counts:
     the number of rows of each expert, which x has in this order. deferred: the list that puts
-    weight gradients off until pass W, or None.
+    weight gradients off until pass W, or None. ends: see `_grouped_product`.
     """
     # Without a buffer for the gradient and without a pass W, autograd computes the gradient.
     if deferred is None and not hasattr(parameter, "main_grad"):
-        return _GroupedLinear.apply(x, weight, counts, None, None)
+        return _GroupedLinear.apply(x, weight, counts, ends, None, None)
     add: Callable = functools.partial(_add_gradients, parameter, weight.shape, counts)
-    return _GroupedLinear.apply(x, weight.detach(), counts, add, deferred)
+    return _GroupedLinear.apply(x, weight.detach(), counts, ends, add, deferred)

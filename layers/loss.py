@@ -221,12 +221,12 @@ def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tens
 
 def _exponentiate(logits: Tensor, largest: Tensor, total: Tensor) -> None:
     """Replace fp32 logits by exp(logits - largest), and set `total` to their sums, (s, b)."""
-    total.copy_(logits.sub_(largest[..., None]).exp_().sum(-1))
+    torch.sum(logits.sub_(largest[..., None]).exp_(), -1, out=total)
 
 
 def _sum_exponentials(logits: Tensor, largest: Tensor, total: Tensor) -> None:
     """Set `total` to the sums of exp(logits - largest), (s, b), and keep the 16-bit logits."""
-    total.copy_((logits - largest[..., None]).exp_().sum(-1))
+    torch.sum((logits - largest[..., None]).exp_(), -1, out=total)
 
 
 def _scale(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
@@ -236,7 +236,7 @@ def _scale(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
 
 def _scale_exponentials(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
     """Replace 16-bit logits by exp(logits - largest) times `scale` (s, b)."""
-    logits.copy_((logits - largest[..., None]).exp_().mul_(scale[..., None]))
+    torch.mul((logits - largest[..., None]).exp_(), scale[..., None], out=logits)
 
 
 def with_loss(x: Tensor, term: Tensor, factory: ParamFactory) -> Tensor:

@@ -200,6 +200,8 @@ def at_start(
     implementation in use, by purpose.
     """
     lines = [_layout_line(config, facts), *_batch_lines(config)]
+    if facts.get("network"):  # GPUs on several nodes
+        lines.append(f"network: {facts['network']}")
     lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
     lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
     if config.run.saves:

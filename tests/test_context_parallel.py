@@ -79,7 +79,10 @@ def test_gathered_keys_make_no_matrix_of_scores():
     [
         ((9, 0), torch.bfloat16, 64, "cudnn_attention"),
         ((9, 0), torch.float16, 128, "cudnn_attention"),
-        ((9, 0), torch.bfloat16, 256, "flash_attention"),
+        ((9, 0), torch.bfloat16, 256, "cudnn_attention"),
+        ((9, 0), torch.bfloat16, 264, "efficient_attention"),
+        ((9, 4), torch.bfloat16, 128, "flash_attention"),
+        ((10, 0), torch.bfloat16, 128, "flash_attention"),
         ((8, 0), torch.float16, 256, "flash_attention"),
         ((7, 5), torch.float16, 64, "efficient_attention"),
         ((7, 0), torch.float16, 64, "efficient_attention"),
@@ -92,8 +95,28 @@ def test_gathered_keys_take_flash_where_it_runs(monkeypatch, capability, dtype, 
     """Before Ampere torch has another kernel, in which each head needs a key of its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     q = SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(2, 4, 32, width))
     assert chunk_kernel(q) == kernel
+
+
+def test_wide_heads_take_flash_with_an_older_cudnn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    for version, kernel in ((90800, "flash_attention"), (91000, "cudnn_attention")):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda found=version: found)
+        q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=(2, 4, 8, 256))
+        assert chunk_kernel(q) == kernel
+
+
+def test_an_amd_gpu_has_no_cudnn(monkeypatch):
+    """An MI250X says (9, 0), as an H100 does, and MIOpen says that cuDNN is there."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3005000)
+    q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=(2, 4, 32, 64))
+    assert chunk_kernel(q) == "flash_attention"
 
 
 def test_without_cudnn_hopper_takes_flash_attention(monkeypatch):

@@ -30,6 +30,8 @@ from layers.experts import (
     ExpertMLP,
     HeldExperts,
     Router,
+    ends_on_device,
+    has_grouped_product,
     product_by_expert,
     product_in_one_kernel,
 )
@@ -401,7 +403,36 @@ def test_one_kernel_computes_what_a_product_for_each_expert_does(counts, dtype, 
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     expected = product_by_expert(x, weight, counts)
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
-    assert_close(product_in_one_kernel(x, weight, counts), expected, tolerance)
+    ends = ends_on_device(counts, x.device)
+    assert_close(product_in_one_kernel(x, weight, ends), expected, tolerance)
+
+
+class OnGPU:
+    """Rows on a GPU, as far as `has_grouped_product` looks at them."""
+
+    is_cuda, dtype, device = True, torch.bfloat16, "cuda"
+
+    def __len__(self):
+        return 4096
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "one_kernel"),
+    [
+        ((9, 0), None, True),  # H100
+        ((10, 3), None, True),  # B300
+        ((8, 0), None, False),  # A100: torch has a loop there, with a stop of the host
+        ((12, 0), None, False),  # RTX 5090
+        ((9, 0), "6.4", False),  # MI250X, which says the same as an H100
+        ((9, 4), "6.4", False),  # MI300X
+    ],
+)
+def test_one_kernel_serves_all_experts_where_torch_has_it(monkeypatch, capability, hip, one_kernel):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_grouped_product(OnGPU(), torch.empty(16, 2048, 1536, device="meta")) == one_kernel
+    assert not has_grouped_product(OnGPU(), torch.empty(2, 2048, 1536, device="meta"))
+    assert not has_grouped_product(OnGPU(), torch.empty(16, 4096, 2 * 4096, device="meta"))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ class Traffic(TorchDispatchMode):
         arguments = zip(function._schema.arguments, args)
         written = [value for of, value in arguments if of.alias_info and of.alias_info.is_write]
         # A tensor that is overwritten is returned, too.
-        read = [x for x in tree_leaves((args, kwargs)) if all(x is not w for w in written)]
+        inputs = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+        read = [x for x in tree_leaves((args, inputs)) if all(x is not w for w in written)]
         read += written if not function._schema.name.endswith("copy_") else []
         for x in [*read, *tree_leaves(result)]:
             if isinstance(x, Tensor) and x.untyped_storage().nbytes() > CACHED:

@@ -7,8 +7,8 @@
                                                       prints the counts of any run of rehearse.py
 
 Nothing here takes time: these are numbers of a rehearsal, equal on each machine. A number may grow
-by GROWTH; tests/test_step_counts.py fails if one grows by more, so the change that makes it grow also
-writes counts.toml, and says why. --file FILE takes the place of counts.toml.
+by GROWTH; tests/test_step_counts.py fails if one grows by more, so the change that makes it grow
+writes counts.toml too, and says why. --file FILE takes the place of counts.toml.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
     return int(failed)
 
 
-HEAD = """# Counts of a rank on a fake GPU, written by benchmarks/costs/counts.py, which explains them.
+HEAD = """# Counts of a rank on a fake GPU: benchmarks/costs/counts.py writes and explains them.
 # A change that makes a number grow by more than 3 % writes it anew, and its commit says why.
 """
 

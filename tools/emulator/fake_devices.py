@@ -40,6 +40,22 @@ from tools.emulator.recording import RecordingContext
 # A rehearsal hashes at most this many elements of a tensor. Weights are hashed by chunks, and after
 # two chunks the memory has reached its peak.
 HASHED = 2 * HASHED_AT_ONCE
+# What torch reports as the capability of a GPU, by a part of its name; the first that fits counts.
+# Of AMD's GPUs it is the number of the architecture. All others, an MI250X too, say (9, 0).
+CAPABILITIES = {
+    "V100": (7, 0),
+    "A100": (8, 0),
+    "A10": (8, 6),
+    "A6000": (8, 6),
+    "3090": (8, 6),
+    "L4": (8, 9),
+    "4090": (8, 9),
+    "5090": (12, 0),
+    "B300": (10, 3),
+    "B200": (10, 0),
+    "MI300X": (9, 4),
+    "MI35": (9, 5),
+}
 LOWER_RIGHT = object()  # stands in for the mask of torch.nn.attention.bias.causal_lower_right
 
 
@@ -108,7 +124,7 @@ def _replacements(
         "current_device": lambda: device.index,
         "set_device": lambda _: None,
         "get_device_name": lambda *_: gpu,
-        "get_device_capability": lambda *_: (7, 0) if "V100" in gpu else (9, 0),
+        "get_device_capability": lambda *_: _capability(gpu),
         "is_bf16_supported": lambda *_, **__: True,
         "max_memory_allocated": peak,
         "memory_reserved": peak,
@@ -122,6 +138,7 @@ def _replacements(
         "Event": lambda *_, **__: stream,
     }
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
+    yield torch.version, "hip", "6.4" if gpu.startswith("MI") else None
     # torch 2.11 makes a tensor on the driver's device here, in spite of avoid_device_init.
     yield fake_tensor, "init_gpu_context", lambda device: None
     # These methods read or free the memory of a tensor, which a fake tensor has not.
@@ -266,6 +283,11 @@ class _Stream:
 
 
 # ---- Operations that allocate other tensors in a CUDA build of torch -----------------------------
+
+
+def _capability(gpu: str) -> tuple[int, int]:
+    """Return what torch reports as the capability of a GPU with this name in its driver's name."""
+    return next((number for name, number in CAPABILITIES.items() if name in gpu), (9, 0))
 
 
 def attention(
