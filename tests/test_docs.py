@@ -77,8 +77,8 @@ def test_the_picture_of_schedules_is_what_the_program_draws():
 
 @pytest.mark.parametrize("page", [ROOT / "docs/code.md", ROOT / "CONTRIBUTING.md"], ids=name)
 def test_names_are_in_their_files(page):
-    """`[a.py](a.py) | lines | `name`` in docs/code.md, `a.py` (`name`) or `a.py`: the name in `NAME` in
-    CONTRIBUTING: a list to which a name is added.
+    """`[a.py](../a.py) | lines | `name`` in docs/code.md, `a.py` (`name`) or `a.py`: the name in
+    `NAME` in CONTRIBUTING: a list to which a name is added.
     """
     text = page.read_text()
     named = re.findall(r"\]\((?:\.\./)?([\w/]+\.py)\) \| [\d,]+ \| `([\w.]+)`", text)
