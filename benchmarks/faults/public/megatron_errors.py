@@ -54,7 +54,6 @@ LATENT = {
     "kv_channels": 16,
     "rope_type": "rope",
     "apply_rope_fusion": False,
-    "normalization": "RMSNorm",
 }
 
 
@@ -88,7 +87,7 @@ ERRORS = {
         MOE | {"calculate_per_token_loss": True, "moe_router_load_balancing_type": "aux_loss"},
     ),
     "global": Error(
-        "#3672", [{"dp": 2}], MOE | {"moe_router_load_balancing_type": "global_aux_loss"}
+        "#3672, #7213", [{"dp": 2}], MOE | {"moe_router_load_balancing_type": "global_aux_loss"}
     ),
 }
 steps = 2
