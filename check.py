@@ -18,7 +18,7 @@ All of train.py's options are taken, a layout's (--zero 3) for half of the layou
                       of train.py hold in each: --random 50 --optimizer muon; --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
     --cuda            on this machine's GPUs, in bf16 with its tolerances; not tried on several GPUs
-    --json            the verdict as one object of JSON on stdout (docs/check.md); lines go to stderr
+    --json            the verdict as one object of JSON on stdout (docs/check.md), lines on stderr
 
 With --program or --module the other options are --layout, --layouts, --ranks, --minutes, --all,
 --at-once, --cuda, --json and --set NAME=VALUE, which changes a name of the file. The file has

@@ -49,6 +49,8 @@ class Block(NamedTuple):
             return "it is for a GPU"
         if "scripts/test.sh" in self.lines:
             return "it runs the tests"
+        if "--program" in self.lines:
+            return "tests/test_check_program.py runs it, if megatron-core is installed"
         return ""
 
 
@@ -99,6 +101,7 @@ def test_what_is_run_and_what_is_not():
         "it is for a GPU",
         "it runs the tests",
         "it starts ranks with Slurm on nodes of GPUs",
+        "tests/test_check_program.py runs it, if megatron-core is installed",
     ]
 
 

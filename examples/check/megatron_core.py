@@ -30,7 +30,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import transformer_block
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
@@ -242,6 +242,11 @@ class NoTracker:
         return True
 
 
+def counts_on_cpu(tensor, as_numpy=False, record_stream=False):
+    """Return the rows of each expert as Megatron has them after their copy from a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def on_cpus():
     """Have Megatron run without GPUs in this process."""
     if torch.cuda.is_available():
@@ -255,5 +260,6 @@ def on_cpus():
     for module in (tensor_parallel, tensor_parallel.random, tensor_parallel.layers):
         module.get_cuda_rng_tracker = lambda *_, **__: tracker
     tensor_parallel.model_parallel_cuda_manual_seed = lambda *_: None
+    token_dispatcher.maybe_move_tensor_to_cpu = counts_on_cpu
     moe_utils.te_general_gemm = None  # 0.16.1 looks at it without TransformerEngine too
     backends.LNImpl = gpt_layer_specs.LNImpl = transformer_block.LayerNormImpl = Norm

@@ -247,16 +247,18 @@ def _cut(whole: np.ndarray, cuts: Mapping[str, tuple[int, int]], place: Place) -
 
 
 def every_optimizer(optimizers: Sequence[Any]) -> list[Any]:
-    """Return the optimizers and those in them: of Megatron's chains, torchtitan's containers."""
+    """Return optimizers and those in them; of Megatron's chains and of containers only these."""
     found: list[Any] = []
     waiting = list(optimizers)
     while waiting:
         each = waiting.pop(0)
         if each is None or any(each is other for other in found):
             continue
+        held = getattr(each, "chained_optimizers", None) or getattr(each, "optimizers", None)
+        if held:
+            waiting += list(held)
+            continue
         found.append(each)
-        for name in ("chained_optimizers", "optimizers"):
-            waiting += list(getattr(each, name, None) or [])
         waiting.append(getattr(each, "optimizer", None))
     return found
 

@@ -145,7 +145,7 @@ class Program:
     def sentence(self, error: BaseException) -> str:
         """Return an error of the user's code in one line, with the place in the file."""
         where, _ = self.own_lines(error)
-        text = str(error).strip() or "without a text"
+        text = (str(error).strip() or "without a text").splitlines()[0]
         return f"{where}: {type(error).__name__}: {text}"
 
     def chosen(self, texts: Sequence[str], ranks: int) -> list[ProgramLayout]:
