@@ -228,7 +228,12 @@ def public_report(faults: list[dict[str, Any]], rows: list[dict[str, Any]]) -> s
     lines = ["# Public errors of other programs, planted by kind", ""]
     lines += ["    python benchmarks/faults/check_faults.py --public --keep RESULTS.jsonl", ""]
     lines += [f"Of {len(done)} planted errors {found} are found by one call, with {named} tensors"]
-    lines += [f"and {operations} operations named as written before the first call.", ""]
+    lines += [
+        f"and {operations} operations named. The patterns were written before the first call, but"
+    ]
+    lines += ["for what public/faults.toml says of them.", ""]
+    left = "; ".join(fault["name"] for fault in faults if fault["name"] not in row_of)
+    lines += [f"Not run: {left}.", ""] if left else []
     lines += [f"{machine()}, which other programs used too.", ""]
     lines += ["| thread | what was wrong there | check.py | found | the first line | likely | s |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --: |"]

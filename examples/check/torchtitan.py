@@ -67,6 +67,14 @@ def _stand_ins() -> None:
     """Replace what torch has for GPUs, or in fp32, alone."""
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.Tensor.bfloat16 = torch.Tensor.double  # type: ignore[method-assign]
+    to = torch.Tensor.to
+
+    def kept(x: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        """Return x.to(...), and x itself where fp64 would become float32."""
+        lowers = x.dtype == torch.float64 and torch.float32 in given
+        return x if lowers else to(x, *given, **named)
+
+    torch.Tensor.to = kept  # type: ignore[assignment,method-assign]
     F.grouped_mm = torch._grouped_mm = _grouped_mm  # type: ignore[assignment]
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.tools import utils
@@ -87,7 +95,7 @@ def layouts() -> list[dict[str, Any]]:
         {"dp_replicate": 2},
         {"pp": 2},
         {"tp": 2, "dp_shard": 2},
-        {"tp": 2, "sp": False},
+        {"tp": 2, "no_sp": True},
         {"tp": 4},
         {"dp_replicate": 2, "dp_shard": 2},
         {"pp": 2, "tp": 2},
@@ -187,7 +195,7 @@ def build(layout: dict[str, Any]) -> dict[str, Any]:
         tensor_parallel_degree=layout.get("tp", 1),
         pipeline_parallel_degree=layout.get("pp", 1),
         expert_parallel_degree=layout.get("ep", 1),
-        enable_sequence_parallel=layout.get("sp", True),
+        enable_sequence_parallel=not layout.get("no_sp", False),
         pipeline_parallel_schedule=layout.get("schedule", "1F1B"),
         spmd_backend=BACKEND,
     )
@@ -274,4 +282,9 @@ def build(layout: dict[str, Any]) -> dict[str, Any]:
         dist.all_reduce(total)
         return total / dims.tp
 
-    return {"model": parts, "optimizer": optimizer, "step": step}
+    def names(local: str) -> str:
+        """Return the name in the whole model: without the number of a part."""
+        part, _, rest = local.partition(".")
+        return rest if part.isdigit() else local
+
+    return {"model": parts, "optimizer": optimizer, "step": step, "names": names}

@@ -62,9 +62,11 @@ def main() -> None:
     """Ask about the errors that are missing in the file of results, and print the table."""
     parser = Parser("in_programs.py", description=(__doc__ or "").splitlines()[0])
     add_options(parser)
-    keep = from_options(parser.parse_args())
+    parser.add_argument("--at-once", type=int, default=1, help="calls at a time")
+    given = parser.parse_args()
+    keep = from_options(given)
     known = {row["name"] for row in keep.rows()}
-    keep.run(asked, [name for name in NAMES if name not in known])
+    keep.run(asked, [name for name in NAMES if name not in known], given.at_once)
     print(table(keep.rows()))
 
 

@@ -54,7 +54,6 @@ LATENT = {
     "kv_channels": 16,
     "rope_type": "rope",
     "apply_rope_fusion": False,
-    "normalization": "RMSNorm",
 }
 
 
@@ -72,7 +71,7 @@ ERRORS = {
     "gathered": Error("#7452, finding 2", [{"tp": 2}], {}),
     "mtp": Error(
         "#7452, finding 3 (#2417)",
-        [{"dp": 2}],
+        [{"dp": 2}, {"micro": 2}],  # not alive in 0.16.1, nor is `padding`: docs/public_errors.md
         {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 1.0, "calculate_per_token_loss": True},
     ),
     "sinks": Error("#7452, finding 8 (PR 7530)", [{"tp": 2}], {"softmax_type": "learnable"}),
@@ -88,7 +87,7 @@ ERRORS = {
         MOE | {"calculate_per_token_loss": True, "moe_router_load_balancing_type": "aux_loss"},
     ),
     "global": Error(
-        "#3672", [{"dp": 2}], MOE | {"moe_router_load_balancing_type": "global_aux_loss"}
+        "#3672, #7213", [{"dp": 2}], MOE | {"moe_router_load_balancing_type": "global_aux_loss"}
     ),
 }
 steps = 2
@@ -181,12 +180,12 @@ def build(layout: dict[str, Any]) -> SimpleNamespace:
     )
     replicas = parallel_state.get_data_parallel_world_size()
     own = parallel_state.get_data_parallel_rank()
-    count = BATCH // replicas
-    positions = torch.arange(LENGTH)[None]
+    count, micro = BATCH // replicas, layout.get("micro", 1)
+    positions = torch.arange(LENGTH).expand(micro, LENGTH)
     hidden = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
 
     def forward(pieces: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        """Return the loss of each token of a sample, and how to make one number of it."""
+        """Return the loss of each token, and how to make one number of it."""
         tokens, labels, counts = next(pieces)
         more: dict[str, Any] = {}
         if ERROR == "mtp":
@@ -210,16 +209,16 @@ def build(layout: dict[str, Any]) -> SimpleNamespace:
         batch = torch.randint(VOCABULARY, (2, BATCH, LENGTH), generator=generator)
         lengths = torch.randint(3, LENGTH, (BATCH, 1), generator=generator)  # of what counts
         counts = torch.arange(LENGTH) < lengths
-        parts = [x[own * count : (own + 1) * count].split(1) for x in (*batch, counts)]
+        parts = [x[own * count : (own + 1) * count].split(micro) for x in (*batch, counts)]
         model.zero_grad_buffer()
         optimizer.zero_grad()
         found = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=zip(*parts),
             model=[model],
-            num_microbatches=count,
+            num_microbatches=count // micro,
             seq_length=LENGTH,
-            micro_batch_size=1,
+            micro_batch_size=micro,
         )
         _, norm, _ = optimizer.step()
         loss = torch.stack([torch.as_tensor(x) for x in found]).sum()
