@@ -536,14 +536,12 @@ class Head(nn.Module):
         # The loss overwrites the last product's result, which no backward pass reads.
         return (logits / self.softcap).tanh() * self.softcap
 
-    def forward(self, x: Tensor, labels: Tensor, is_normed: bool = False) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s).
 
         In training with --z-loss the result has the z-loss of each token too: (2, s, b).
-        is_normed: whether x is the final norm's result.
         """
-        normed = x if is_normed else self.norm(x)
-        return self.losses(normed, labels, self.z_loss if torch.is_grad_enabled() else 0.0)
+        return self.losses(self.norm(x), labels, self.z_loss if torch.is_grad_enabled() else 0.0)
 
     def losses(self, normed: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
         """Return what `forward` does for normalised x (s, b, h). z_loss: the coefficient."""
@@ -775,11 +773,12 @@ class Stage(nn.Module):
             return x
         if batch.rows is not None:
             return self.head.scores(x, batch.labels)
+        losses = self.head(x, batch.labels)
         if not self.predictors or not torch.is_grad_enabled():
-            losses = self.head(x, batch.labels)
             return losses.sum() if losses.dim() == 2 else losses.sum((1, 2))
-        normed = self.head.norm(x)
-        losses = self.head(normed, batch.labels, True)
+        # After the head has run, whose hooks wait for its weights, and past the norm's own hooks,
+        # which have seen it.
+        normed = self.head.norm.forward(x)
         sums = losses.sum((-2, -1)).view(-1)
         return torch.cat([sums, self._later_losses(self.head, normed, batch).view(1)])
 

@@ -185,6 +185,7 @@ class Training:
         0.3,
         "weight of the mean loss of --mtp-depth's modules, beside the next token's",
         minimum=0.0,
+        needs=Needs(("mtp_depth",)),
     )
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 

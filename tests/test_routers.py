@@ -145,7 +145,7 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing():
     router = Router(factory, "router", model)
     router.counts += torch.tensor([10, 4, 4, 2])
     blocks = [SimpleNamespace(has_experts=True, mlp=SimpleNamespace(router=router))]
-    stage = SimpleNamespace(blocks=blocks, spec=SimpleNamespace(first=0))
+    stage = SimpleNamespace(numbered_blocks=lambda: list(enumerate(blocks)))
     training = SimpleNamespace(balance="bias", balance_rate=0.25)
     balance = RouterBalance([stage], factory, training, model)
     balance.finish_step(skipped=False)
