@@ -237,9 +237,9 @@ class Block(nn.Module):
     of attention, or beside it. With hybrid_pattern a block is one of these two parts.
 
     With --block post-norm: x + norm(attention(x)), then x + norm(MLP(x)). With --block parallel:
-    x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own, and with --block
-    shared-norm both are one. With --block
-    sandwich: x + norm(attention(norm(x))), then x + norm(MLP(norm(x))).
+    x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own; with --block
+    shared-norm they are one. With --block sandwich: x + norm(attention(norm(x))), then
+    x + norm(MLP(norm(x))).
     """
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):

@@ -170,6 +170,8 @@ def _check_mixer(model: ModelShape) -> None:
         raise UserError(
             f"multipliers has gate, but --activation {model.activation} has none to scale"
         )
+    if "mixer" in factors and model.mixer == "attention":
+        raise UserError("multipliers has mixer, but mixer is attention: no block has another one")
     of_mixer = [place for place in factors if place in OF_MIXER]
     if of_mixer and model.mixer != "mamba2":
         raise UserError(
