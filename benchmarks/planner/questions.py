@@ -24,7 +24,7 @@ from base.errors import UserError, sentences
 from config.command_line import read_toml
 
 ONE_CELL = re.compile(r"\b(interleaved|full|selective) (\d+)|(?<=\d) (?=B\b)")  # of two words
-LEFT_OUT = ("90%", "bubble", "risk", "sp", "s/slow", "waves", "products", "attn", "why")
+LEFT_OUT = ("90%", "bubble", "risk", "sp", "80%", "waves", "products", "attn", "why")
 QUESTIONS = ROOT / "benchmarks" / "data" / "questions.toml"
 
 

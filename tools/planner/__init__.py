@@ -6,7 +6,7 @@ layouts         the fastest rows, each simulated; all others rejected with a rea
 engines         what other training programs do otherwise than Trine: facts in engines.toml, and
                 terms in place of Trine's; expert_engines: those of models with experts
 program         another training program: facts, options, command; programs (--for) has those of
-                megatron_words and torchtitan_words, for the releases in releases
+                megatron_words and torchtitan_words, and releases the options of each release
 scaling_laws    tokens and loss of a model by Chinchilla's law and a newer one; batch and rate
 recipe          the run file of a budget with muP, and the small runs before it; ladder: their fit
 model_sizes     the largest model, and the fewest nodes
