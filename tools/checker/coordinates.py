@@ -349,7 +349,7 @@ class Fitted(NamedTuple):
 
 # By how much an exponent may be off for sizes of a large ratio; NOISE of a logarithm adds to it for
 # a small one. Initial sizes are means over many numbers and known well.
-TOLERANCES = {"initial": 0.1, "update": 0.25, "activation": 0.3, "change": 0.3}
+TOLERANCES = {"initial": 0.1, "update": 0.3, "activation": 0.3, "change": 0.3}
 NOISE = 0.12
 # In a small model an update has a part that agrees with no input, as a random matrix has, whose
 # response falls as the root of the width. What dies falls as the width itself.
