@@ -60,10 +60,10 @@ def _rehearse(arguments: list[str]) -> int:
 
     Return the exit status. Raise UserError for wrong arguments.
     """
-    options, train_arguments = _parser().parse_known_args(arguments)
+    options, train_arguments = option_parser().parse_known_args(arguments)
     check_file(options.json)
     machine = hardware.load(options.gpu, options.calibration)
-    nodes = _nodes(options, machine.node)
+    nodes = nodes_of(options, machine.node)
     request = parse_request(train_arguments, __doc__, lambda _: {"precision": machine.precision})
     # The same decisions as at the start of a run, for GPUs: checks, layout, then the schedule.
     config = check_any_length(request.config, options.gpus, "GPUs")
@@ -135,7 +135,7 @@ class RankProgress:
         self._quarter = quarter
 
 
-def _parser() -> Parser:
+def option_parser() -> Parser:
     """Return the parser of the options that train.py does not have.
 
     `_rehearse` gives all other options to the parser of train.py. The texts of --help are this
@@ -152,7 +152,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _nodes(options: Namespace, per_node: int) -> int:
+def nodes_of(options: Namespace, per_node: int) -> int:
     """Return the number of nodes; UserError if it does not divide the number of ranks.
 
     per_node: the GPUs of a node. Without --nodes the result is the smallest number that divides the

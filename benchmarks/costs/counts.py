@@ -54,9 +54,9 @@ def counts_of(words: str) -> dict[str, float]:
     from tools.emulator import rehearsal
     from tools.emulator.recording import COPY, LOAD, READ
 
-    options, rest = rehearse._parser().parse_known_args((COMMON + words).split())
+    options, rest = rehearse.option_parser().parse_known_args((COMMON + words).split())
     machine = hardware.load(options.gpu)
-    nodes = rehearse._nodes(options, machine.node)
+    nodes = rehearse.nodes_of(options, machine.node)
     request = rehearse.parse_request(rest, __doc__, lambda _: {"precision": machine.precision})
     config = rehearse.check_any_length(request.config, options.gpus, "GPUs")
     layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
