@@ -60,7 +60,7 @@ def _rehearse(arguments: list[str]) -> int:
 
     Return the exit status. Raise UserError for wrong arguments.
     """
-    options, train_arguments = parser().parse_known_args(arguments)
+    options, train_arguments = option_parser().parse_known_args(arguments)
     check_file(options.json)
     machine = hardware.load(options.gpu, options.calibration)
     nodes = nodes_of(options, machine.node)
@@ -135,7 +135,7 @@ class RankProgress:
         self._quarter = quarter
 
 
-def parser() -> Parser:
+def option_parser() -> Parser:
     """Return the parser of the options that train.py does not have.
 
     `_rehearse` gives all other options to the parser of train.py. The texts of --help are this

@@ -18,7 +18,7 @@ GPT = ["--layers", "4", "--hidden", "64", "--heads", "4"]
 
 @pytest.mark.parametrize("flag", ["--gpus", "--ranks", "--world"])
 def test_the_number_of_gpus_has_one_name_and_two_accepted_spellings(flag, capsys):
-    for parser in (tune.parser(), rehearse.parser()):
+    for parser in (tune.parser(), rehearse.option_parser()):
         assert parser.parse_known_args([flag, "6"])[0].gpus == 6
     words = ["layouts", *GPT, "--gpu", "cpu", flag, "2", "--global-batch-size", "8"]
     assert plan.ask(words).data["gpus"] == 2

@@ -54,7 +54,7 @@ def counts_of(words: str) -> dict[str, float]:
     from tools.emulator import rehearsal
     from tools.emulator.recording import COPY, LOAD, READ
 
-    options, rest = rehearse.parser().parse_known_args((COMMON + words).split())
+    options, rest = rehearse.option_parser().parse_known_args((COMMON + words).split())
     machine = hardware.load(options.gpu)
     nodes = rehearse.nodes_of(options, machine.node)
     request = rehearse.parse_request(rest, __doc__, lambda _: {"precision": machine.precision})
