@@ -454,7 +454,7 @@ class ModelShape:
         widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
         size = self.head_size or head["head_size"]
         attention = {
-            "query_scalar": float(size**2 / (self.mup_base_head_size or size)),
+            "query_scalar": float(size * (size / base if (base := self.mup_base_head_size) else 1)),
             "window_rotary_base": self.rotary_base,
             "window_rotary_scaling": self.rotary_scaling,
         }

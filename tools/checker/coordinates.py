@@ -148,13 +148,14 @@ class Watch:
     def __enter__(self) -> "Watch":
         """Begin to watch the modules."""
         for number, block in enumerate(self.stage.blocks):
-            mixer, mlp = block.mixer, block.mlp
-            if block.kind == "sandwich":  # what is added comes from norms
-                mixer, mlp = block.attention_post_norm, block.mlp_post_norm
-            if block.kind == "post-norm":
-                mixer, mlp = block.attention_norm, block.mlp_norm
-            self._watch(mixer, f"blocks.{number}.{block.mixer_name}")
-            self._watch(mlp, f"blocks.{number}.mlp")
+            # In blocks of these kinds what is added comes from norms.
+            norm = {"sandwich": "post_norm", "post-norm": "norm"}.get(block.kind)
+            for name, mixer in block.mixers():
+                added = getattr(block, f"attention_{norm}") if norm else mixer
+                self._watch(added, f"blocks.{number}.{name}")
+            if block.has_mlp:
+                added = getattr(block, f"mlp_{norm}") if norm else block.mlp
+                self._watch(added, f"blocks.{number}.mlp")
         self._watch(self.stage.embedding, "embedding")
         for module in self.stage.blocks.modules():
             owned = [p for p in module.parameters(recurse=False) if p.spec.decay]
