@@ -67,7 +67,7 @@ with errors.installed():
     from base.errors import UserError, nearest
     from config import validation
     from config.command_line import SHAPE, Request, parse_request
-    from config.schema import Layout
+    from config.schema import Layout, all_options
     from distributed import local_ranks
     from distributed.placement import allowed_cores
     from tools.checker import scaling
@@ -80,7 +80,6 @@ MOST_RANKS = 16
 OWN: tuple[str, ...] = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
 OWN += ("--at-once", "--cuda", "--cluster", "--program", "--module", "--json")
 OWN += scaling.OPTIONS
-OF_TRAIN = ("--layers",)
 # Options that do not go together, and why.
 APART = {
     ("layout", "layouts"): "a check has the layouts that are named, or picks so many",
@@ -110,8 +109,11 @@ def main(arguments: list[str]) -> int:
         return scaling.main(arguments, _request)
     is_of_others = any(word.partition("=")[0] in ("--program", "--module") for word in arguments)
     given, train_arguments = _parser(is_of_others).parse_known_args(arguments)
+    of_train = {"--config", "--set", *(f"--{name.replace('_', '-')}" for name in all_options())}
     for word in train_arguments:  # what is nearly one of this program's options
-        if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:
+        flag = word.partition("=")[0]
+        is_flag = flag.startswith("--") and flag not in of_train | {"--model"}
+        if is_flag and (near := nearest(flag, OWN, 0.8)):
             raise UserError(f"unknown argument {word!r}{near}")
     _check_options(given)
     if is_of_others and {"-h", "--help"}.isdisjoint(train_arguments):

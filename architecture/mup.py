@@ -123,15 +123,18 @@ def without_mup(model: ModelShape, keeps_scales: bool) -> ModelShape:
     return dataclasses.replace(plain, **folded)
 
 
+WITH_RATES = ("adamw", "adamw8bit", "apex", "muon")
+
+
 def check_mup(model: ModelShape, optimizer: str) -> None:
     """Raise UserError if muP does not have a part of the model, or the rates of the optimizer."""
     if not model.mup and not model.mup_base_layers:
         return
     flag = f"--mup {model.mup}" if model.mup else f"--mup-base-layers {model.mup_base_layers}"
-    if optimizer in ("sgd", "adafactor"):
-        raise UserError(
-            f"{flag} has rates for --optimizer adamw, adamw8bit, apex and muon, not {optimizer}"
-        )
+    if optimizer not in WITH_RATES:
+        *others, last = WITH_RATES
+        known = f"{', '.join(others)} and {last}"
+        raise UserError(f"{flag} has rates for --optimizer {known}, not {optimizer}")
     if model.mup and model.embedding_scaled:
         raise UserError(
             f"{flag}: embedding_scaled multiplies the embedding by the root of hidden, which grows "

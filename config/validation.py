@@ -411,7 +411,7 @@ def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
     name = layout.schedule
     virtual = layout.virtual_stages
-    if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
+    if layout.pp == 1 and (layout.splits_backward or layout.stages_per_rank > 1):
         raise UserError(f"--schedule {name} needs a pipeline: pp is {layout.pp}")
     if virtual is not None and name != "interleaved":
         raise UserError(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from ranks import ROOT, fork_one, fork_ranks, start
 
+import check
 import parallel
 from base.errors import UserError
 from benchmarks.faults.check_faults import asked, copy_of_code, judged
@@ -483,6 +484,18 @@ def test_options_narrow_what_is_drawn():
 def test_a_model_that_is_given_keeps_its_shape():
     run = parse(drawn("1/1", ["--model", "llama-3-8b"], {"model": "llama-3-8b"}))
     assert (run.model.layers, run.model.kv_heads) == (32, 8)
+
+
+@pytest.mark.parametrize("words", ["--model gpt2-124m", "--model=gpt2-124m", "--layers 2"])
+def test_an_option_of_train_py_is_no_mistyped_one_of_check_py(words):
+    with pytest.raises(UserError, match="^--ranks is at least 1, not 0$"):
+        check.main([*words.split(), "--ranks", "0"])
+
+
+def test_a_mistyped_option_of_check_py_is_named():
+    for word, meant in (("--layuots", "--layouts"), ("--modul=a.py:B", "--module")):
+        with pytest.raises(UserError, match=rf"^unknown argument '{word}'; did you mean '{meant}'"):
+            check.main([word])
 
 
 def test_random_runs_are_those_of_one_rank():

@@ -100,7 +100,7 @@ def test_every_choice_of_an_activation_and_a_schedule_is_made_somewhere():
     for name in choices:
         with_name = command_line.parse([*BASE.split(), "--activation", name]).model
         assert callable(activation_of(with_name)), name
-    assert {*ACTIVATIONS} <= {*choices}, "name it in the choices of config/schema.py"
+    assert {*ACTIVATIONS} <= {*choices}, "name it in the choices of architecture/shape.py"
     choices = all_options()["schedule"].metadata["choices"]
     assert {*ORDERS} | {"auto"} == {*choices}, "SCHEDULES of config/schema.py names what ORDERS has"
 

@@ -142,6 +142,9 @@ def test_samples_while_training_are_the_same_under_every_layout(tmp_path):
 
 
 LONG_LATER = ("smollm3 long", "olmo3 long")  # whose first block has no other tables for long texts
+# With its cache transformers continues these otherwise than without: of smollm3 and olmo3 it keeps
+# the keys of the short text, and one new token of Mamba-2 has a step that no limit bounds.
+WITHOUT_CACHE = (*LONG_LATER, "bamba", "nemotron_h experts")
 
 
 @pytest.mark.parametrize("case", LONG_LATER)
@@ -167,8 +170,7 @@ def check_greedy_tokens(cases, tmp_path: Path, capsys) -> None:
         checkpoint.run_command(["import", "--from", "hf", f"{folder}/hf", f"{folder}/in"])
         capsys.readouterr()
         found = numbers(run_here(words(folder / "in"), capsys)[0])[0]
-        # At the switch of these, transformers keeps the keys of the short text.
-        expected = continued(theirs, use_cache=case not in LONG_LATER)
+        expected = continued(theirs, use_cache=case not in WITHOUT_CACHE)
         end = theirs.config.eos_token_id  # ends a text, if it is in the vocabulary
         if end in expected[len(PROMPT) :]:
             expected = expected[: expected.index(end, len(PROMPT))]
