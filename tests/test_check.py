@@ -488,7 +488,7 @@ def test_a_model_that_is_given_keeps_its_shape():
 
 @pytest.mark.parametrize("words", ["--model gpt2-124m", "--model=gpt2-124m", "--layers 2"])
 def test_an_option_of_train_py_is_no_mistyped_one_of_check_py(words):
-    with pytest.raises(UserError, match="^--ranks is at least 1, not 0$"):
+    with pytest.raises(UserError, match=r"^--ranks is at least 1, not 0$"):
         check.main([*words.split(), "--ranks", "0"])
 
 
