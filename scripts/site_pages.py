@@ -28,6 +28,7 @@ from scripts import help_tables
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
 SOURCES = ("*.md", "docs/*.md", "hardware/*.md", "benchmarks/data/*.md", "benchmarks/results/*.md")
+SOURCES += ("recipes/*.md", "recipes/*/*.md")
 PROGRAMS = ("train", "plan", "tune", "rehearse", "supervise", "runs", "checkpoint", "sample")
 SCRIPTS = ("prepare_data", "prepare_chats", "corpus")
 LINK = re.compile(r"\]\(([^)\s#]+)")
