@@ -28,7 +28,7 @@ from architecture.mup import without_mup
 from architecture.odd_families import NoPositions, OddFamily
 from architecture.rotary_scaling import ROTARY_SCALING, rotary_scaling
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import UserError, nearest
 from base.regular_files import MOST_OF_OBJECT, open_regular
 
 # The width of the shared MLP over that of an expert, by the names of two families.
@@ -747,7 +747,9 @@ def family_in(config: dict[str, Any], where: str) -> Family:
         name = "ministral"
     family = FAMILIES.get(str(name))
     if family is None:
-        raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
+        hint = nearest(str(name), FAMILIES, 0.6)
+        known = f"docs/models.md lists the {len(FAMILIES)} model types that are read"
+        raise UserError(f"{where} is a {name!a:.80}: {known}{hint}")
     return family
 
 

@@ -670,7 +670,7 @@ def test_what_the_engine_lacks_is_a_sentence_for_training_and_a_note_for_a_plan(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "whisper"}, "is a 'whisper'; known are gpt2, "),
+        ({"model_type": "whisper"}, "is a 'whisper': docs/models.md lists the "),
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"hidden_size": "48"}, "--hidden takes a whole number, not '48'"),
         ({"num_key_value_heads": 4}, r"kv-heads\(4\) does not divide heads\(6\)"),
