@@ -65,7 +65,7 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --model shapes/cut/config.json | shapes/cut/config.json is not JSON: Unterminated string starting at
 --model shapes/binary/config.json | shapes/binary/config.json is not JSON
 --model shapes/list/config.json | shapes/list/config.json holds a list, not an object
---model shapes/other/config.json | shapes/other/config.json a 'no-such-family': docs/models.md lists
+--model shapes/other/config.json | shapes/other/config.json is a 'no-such-family': docs
 --model shapes/none/config.json | shapes/none/config.json is a None: docs/models.md lists
 --model shapes/missing/config.json | shapes/missing/config.json has no 'num_hidden_layers'
 --model shapes/words/config.json | shapes/words/config.json: --hidden takes a whole number, not
