@@ -100,8 +100,7 @@ def build(layout):
         attention_softmax_in_fp32=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        **moe,
-        **options,
+        **(moe | options),
     )
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = GPTModel(
