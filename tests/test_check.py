@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from itertools import combinations
@@ -496,6 +497,22 @@ def test_a_mistyped_option_of_check_py_is_named():
     for word, meant in (("--layuots", "--layouts"), ("--modul=a.py:B", "--module")):
         with pytest.raises(UserError, match=rf"^unknown argument '{word}'; did you mean '{meant}'"):
             check.main([word])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [  # one key/value head on two ranks; a convolution that reaches no further than its kernel
+        "--kv-heads 1 --positions rotary --set qk_norm=head --layout 'tp 2 cp 2'",
+        "--kv-heads 1 --positions rotary --set qk_norm=full --layout 'tp 2'",
+        "--positions rotary --set mixer=short_conv mixer_kernel=1 mixer_blocks=1:2 window=8 "
+        "--reset-attention --eod-token 3 --layout 'dp 2'",
+        "--positions rotary --set mixer=short_conv mixer_kernel=3 --layout 'tp 2'",
+    ],
+)
+def test_right_code_is_not_accused_by_what_only_parts_of_it_have(words):
+    shape = ["--layers", "2", "--hidden", "96", "--heads", "6", "--seq-length", "64"]
+    outcome = fork_one("check.py", *shape, "--vocab-size", "100", *shlex.split(words), timeout=600)
+    assert outcome.status == 0, outcome.out + outcome.err
 
 
 def test_random_runs_are_those_of_one_rank():

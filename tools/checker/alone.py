@@ -116,6 +116,8 @@ def _dependence(config: Config, batch: Batch) -> tuple[Tensor, Tensor]:
             continue
         if mixers == ("attention",) and (window := config.model.attention_of(block).window):
             first = starts.maximum(places - window + 1)
+        if mixers == ("short_conv",):
+            first = starts.maximum(places - config.model.mixer_kernel + 1)
         sees = (places >= first[..., None]) & (places < stops[..., None])
         depends = ((sees.float() @ depends + depends) > 0).float()
         directly = directly | sees

@@ -27,6 +27,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from config.schema import EMA
+from layers.attention import QueryKeyNorm
 from layers.experts import HeldExperts, Router
 
 Key = tuple[int, str, str]  # step, kind, name
@@ -141,6 +142,9 @@ class Recorder:
         """Register the hooks of a module that sees tokens in their order."""
         if isinstance(module, HeldExperts) or module in self.watched:  # rows sorted by expert
             return
+        heads = self.state.config.model.kv_heads
+        if isinstance(module, QueryKeyNorm) and heads < self.layout.tp:
+            return  # of a key that several ranks have, each has the gradient of its own queries
         self.watched.add(module)
         module.register_forward_pre_hook(partial(self._begin_call, name))
         if isinstance(module, Router):
