@@ -35,7 +35,7 @@ import psutil
 from base.errors import NodeError, UserError, leave_end
 from config.run_options import Run
 from distributed import network_variables
-from distributed.early_end import SECONDS_TO_FLUSH, ending_all_ranks
+from distributed.early_end import SECONDS_TO_FLUSH, abort_by_mpi, ending_all_ranks
 from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
@@ -355,9 +355,7 @@ class Context(Meeting):
         if self.launch.mpi:
             from mpi4py import MPI
 
-            # The reason has been printed, so MPI_Abort's own line is hidden.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            MPI.COMM_WORLD.Abort(status)
+            abort_by_mpi(MPI, status)
         os._exit(status)
 
 

@@ -203,12 +203,19 @@ def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
             output.flush()
     time.sleep(SECONDS_TO_FLUSH)
     if mpi and begun:
-        # The reason for the end has been printed, so MPI_Abort's own message is hidden.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        mpi.COMM_WORLD.Abort(status)
+        abort_by_mpi(mpi, status)
     if by_pmi:
         abort_by_pmi(status)
     os._exit(status)
+
+
+def abort_by_mpi(mpi: Any, status: int) -> None:
+    """End every rank by MPI_Abort, without its own line: the reason has been printed before.
+
+    mpi: the module mpi4py.MPI.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    mpi.COMM_WORLD.Abort(status)
 
 
 def abort_by_pmi(status: int) -> None:

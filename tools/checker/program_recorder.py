@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tools.checker.cuts import Shard, every_optimizer, local_of, owned_by, state_of
 from tools.checker.programs import Built
 from tools.checker.recorder import AFTER, GRADIENT, IN_USE, Piece
+from tools.checker.rounding import LastBits
 
 MOST_ELEMENTS = 2**20  # of a module's output that is kept
 ORDER = ("weights", "forward", "loss", "backward", "gradients", "norm", "state", "after")
@@ -244,46 +245,23 @@ class Types(TorchDispatchMode):
         return list(WIDTHS.values()).index(self.lowest)
 
 
-Flips = Callable[[], None]
-
-
-def flipping(built: Built, shards: list[Shard], draw: int, width: str) -> Flips:
+def flipping(built: Built, shards: list[Shard], draw: int, width: str) -> Callable[[], None]:
     """Change the last bits of what modules return and of its gradient, from now on.
 
     width: the type whose last bits they are. Return a function that changes those of the weights,
     to be called before a step.
     """
-    generator = torch.Generator().manual_seed(draw)
     of_width = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[width]
-
-    def flipped(x: Tensor) -> Tensor:
-        """Return a tensor with other last bits."""
-        eps = max(torch.finfo(x.dtype).eps, torch.finfo(of_width).eps)
-        signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
-        return x * (1 + eps * signs)
+    bits = LastBits(draw, of_width)
 
     def flip_output(module: nn.Module, inputs: Any, output: Any) -> Any:
         """Return the output of a module with other last bits."""
-        if isinstance(output, tuple) and type(output) is tuple:
+        if type(output) is tuple:
             return tuple(flip_output(module, inputs, x) for x in output)
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        if isinstance(output, DTensor):
-            return output
-        result = flipped(output)
-        if result.requires_grad:
-            result.register_hook(flipped)
-        return result
+        return output if isinstance(output, DTensor) else bits.of_output(output)
 
     for _, module in _modules(built):
         if not list(module.children()):
             module.register_forward_hook(flip_output)
 
-    @torch.no_grad()
-    def flip_weights() -> None:
-        """Change the last bit of every weight."""
-        for shard in shards:
-            if shard.local.is_floating_point():
-                shard.local.copy_(flipped(shard.local))
-
-    return flip_weights
+    return lambda: bits.flip(shard.local for shard in shards)

@@ -18,7 +18,7 @@ left it, and then the parameter and its state are set to one rank's. What roundi
 measured in the draws, and is the same in every layout.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,39 +33,56 @@ from tools.checker.recorder import AFTER, Key, Piece, Recorder, elements_of
 DRAWS = 3  # runs with other last bits; a sign that rounding decides is the same in 1 of 8
 
 
+class LastBits:
+    """Changes last bits at random: each number is multiplied by 1 + e or 1 - e.
+
+    e: one unit in the last place of the tensor's type, or of the type `width` if that is coarser.
+    """
+
+    def __init__(self, draw: int, width: torch.dtype = torch.float64):
+        """draw: the seed of the signs."""
+        self.generator = torch.Generator().manual_seed(draw)
+        self.least = torch.finfo(width).eps
+
+    def flipped(self, x: Tensor) -> Tensor:
+        """Return a tensor with other last bits."""
+        eps = max(torch.finfo(x.dtype).eps, self.least)
+        signs = torch.randint(0, 2, x.shape, generator=self.generator).to(x) * 2 - 1
+        return x * (1 + eps * signs)
+
+    def of_output(self, output: Any) -> Any:
+        """Return what a module returned with other last bits, as will be those of its gradient."""
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        result = self.flipped(output)
+        if result.requires_grad:
+            result.register_hook(self.flipped)
+        return result
+
+    @torch.no_grad()
+    def flip(self, tensors: Iterable[Tensor]) -> None:
+        """Change the last bits of tensors in place."""
+        for x in tensors:
+            if x.is_floating_point():
+                x.copy_(self.flipped(x))
+
+
 @contextmanager
 def last_bits_flipped(state: Any, draw: int) -> Iterator[Callable[[], None]]:
     """Change the last bit of what modules return and of its gradient, until the context ends.
 
     Yield a function that changes the last bits of all weights; called before a step.
     """
-    generator = torch.Generator().manual_seed(draw)
-
-    def factors(x: Tensor) -> Tensor:
-        """Return a factor next to 1 for each element."""
-        signs = torch.randint(0, 2, x.shape, generator=generator).to(x.dtype) * 2 - 1
-        return 1 + torch.finfo(x.dtype).eps * signs
+    bits = LastBits(draw)
 
     def flip_output(module: nn.Module, inputs: Any, output: Any) -> Any:
         """Return the output of a module with other last bits."""
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        flipped = output * factors(output)
-        if flipped.requires_grad:
-            flipped.register_hook(lambda grad: grad * factors(grad))
-        return flipped
-
-    @torch.no_grad()
-    def flip_weights() -> None:
-        """Change the last bit of every weight."""
-        for p in state.optimizer.parameters:
-            if p.is_floating_point():
-                p.mul_(factors(p))
+        return bits.of_output(output)
 
     modules = [m for stage in state.stages for m in stage.modules() if not list(m.children())]
     hooks = [module.register_forward_hook(flip_output) for module in modules]
     try:
-        yield flip_weights
+        yield lambda: bits.flip(state.optimizer.parameters)
     finally:
         for hook in hooks:
             hook.remove()

@@ -23,7 +23,7 @@ from typing import Any
 from base.errors import UserError
 from config.schema import GROUPS
 from tools.numerics.diff import compare_records, compare_traces, evaluations
-from tools.numerics.record import Record, options, read_steps
+from tools.numerics.record import Record, differing, options, read_steps
 
 T = 4.0  # of a normal variable once in 16,000
 TENTHS = 10
@@ -55,11 +55,7 @@ def compare(recipe: Path, run: Path) -> dict[str, Any]:
     without = (
         FREE | {"batch_tokens", "seed"} | _names("run") | _versions(ours) | _versions(of_known)
     )
-    differing = {
-        name: [of_known.get(name), ours.get(name)]
-        for name in dict.fromkeys([*of_known, *ours])
-        if of_known.get(name) != ours.get(name)
-    }
+    unequal = differing([of_known, ours])
     result: dict[str, Any] = {
         "recipe": str(recipe),
         "run": str(run),
@@ -68,10 +64,10 @@ def compare(recipe: Path, run: Path) -> dict[str, Any]:
         "steps": known[0].steps[-1]["iteration"],
         "options": [
             [name, *both]
-            for name, both in differing.items()
+            for name, both in unequal.items()
             if name not in without and name not in ROUNDING
         ],
-        "rounding": [[name, *both] for name, both in differing.items() if name in ROUNDING],
+        "rounding": [[name, *both] for name, both in unequal.items() if name in ROUNDING],
         "data": _other_corpus(recipe, record),
         "notes": record.notes,
         "first": None,
@@ -158,7 +154,7 @@ def _jumps(known: Record, record: Record, first: dict[str, Any]) -> bool:
     rows = [{row["iteration"]: row for row in each.steps} for each in (known, record)]
     a, b = (of_run.get(first["step"] - 1, {}).get(first["of"], math.nan) for of_run in rows)
     off = abs(a - b) / max(abs(a), 1e-30)  # NaN without such a step, and then they have jumped
-    return not first["relative"] < JUMP * max(off, first["explained"] / JUMP)
+    return not first["relative"] < JUMP * off
 
 
 def _outside(known: list[Record], record: Record) -> list[dict[str, Any]]:
