@@ -487,14 +487,9 @@ class Head(nn.Module):
         model: ModelShape,
         padded: int,
         embedding: Embedding | None,
-        z_loss: float = 0.0,
     ):
-        """Make final norm and output matrix (`padded` rows).
-
-        embedding: this rank's, if any. z_loss: the coefficient of --z-loss.
-        """
+        """Make final norm and output matrix (`padded` rows). embedding: this rank's, if any."""
         super().__init__()
-        self.z_loss = z_loss
         self.factory = factory
         # Whether the embedding uses this matrix too, or the head itself several times.
         self.shared = model.mtp_depth > 0
@@ -541,7 +536,8 @@ class Head(nn.Module):
 
         In training with --z-loss the result has the z-loss of each token too: (2, s, b).
         """
-        return self.losses(self.norm(x), labels, self.z_loss if torch.is_grad_enabled() else 0.0)
+        z_loss = self.factory.training.z_loss if torch.is_grad_enabled() else 0.0
+        return self.losses(self.norm(x), labels, z_loss)
 
     def losses(self, normed: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
         """Return what `forward` does for normalised x (s, b, h). z_loss: the coefficient."""
@@ -649,11 +645,9 @@ class Stage(nn.Module):
         spec: StageSpec,
         first: "Stage | None" = None,
         masked: bool = False,
-        z_loss: float = 0.0,
     ):
         """Make the parts that `spec` names. first: the pipeline's first stage, if this rank holds
-        it beside this stage. masked: whether each batch says which tokens each token sees. z_loss:
-        the coefficient of --z-loss.
+        it beside this stage. masked: whether each batch says which tokens each token sees.
 
         The parameters are those that its layers make: they may be others than the options describe
         (architecture/tensors.py). Raise UserError if one of them cannot be split, saved or updated.
@@ -671,7 +665,7 @@ class Stage(nn.Module):
         self.head: Head | None = None
         if spec.head:
             embedding_stage = self if first is None else first  # has the matrix of a tied head
-            self.head = Head(factory, model, padded, embedding_stage.embedding, z_loss)
+            self.head = Head(factory, model, padded, embedding_stage.embedding)
         if self.head is not None and first is not None and model.tied:
             self.head.weight.passes = 2  # the number of gradients in each micro-batch
         self.predictors = nn.ModuleList()

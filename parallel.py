@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from architecture.mup import NO_MUP, Mup, role_of
 from base.errors import UserError
+from config.run_options import Training
 from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
 
@@ -211,19 +212,18 @@ class ParamFactory:
     """Makes the parameters of every layer, and has the settings that all layers share.
 
     dtype: the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps the
-    drawn values as the master copy and casts the parameters to `dtype`. std: the standard deviation
-    of most weights. deferred: the list of weight gradients that linear layers compute later, if the
-    schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it with each
-    block after drawing the block's parameters. compile: the value of --compile. loss_weight: for
-    terms that a layer adds to the loss (loss.with_loss). cp_mixer: the value of --cp-mixer. mup:
-    the factors of deviations and rates by role.
+    drawn values as the master copy and casts the parameters to `dtype`. training: the options that
+    layers read, such as the seed. deferred: the list of weight gradients that linear layers compute
+    later, if the schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it
+    with each block after drawing the block's parameters. compile: the value of --compile.
+    loss_weight: for terms that a layer adds to the loss (loss.with_loss). cp_mixer: the value of
+    --cp-mixer. mup: the factors of deviations and rates by role.
     """
 
     mesh: Mesh
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
-    seed: int = 1234
-    std: float = 0.02
+    training: Training = field(default_factory=Training)
     sequence_parallel: bool = False
     deferred: "DeferredGradients | None" = None
     shard: Callable[[nn.Module], None] | None = None
@@ -231,6 +231,11 @@ class ParamFactory:
     loss_weight: LossWeight = field(default_factory=LossWeight)
     cp_mixer: str = "states"
     mup: Mup = NO_MUP
+
+    @property
+    def std(self) -> float:
+        """The standard deviation of most initial weights; 0: none are drawn, they are loaded."""
+        return self.training.init_std
 
     def compile_for_training(self, function: Callable, dynamic: bool = False) -> Callable:
         """Return `function`, or with --compile a version that is compiled while gradients are on.
@@ -316,7 +321,7 @@ class ParamFactory:
         if std:  # with std 0 no weights are drawn: they will be loaded
             unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
             std *= self.mup.std(role)
-            draw_normal(unpadded, name, spec.cut_shape, dim or 0, start, std, self.seed)
+            draw_normal(unpadded, name, spec.cut_shape, dim or 0, start, std, self.training.seed)
         parameter = nn.Parameter(tensor)
         parameter.spec = spec
         return parameter

@@ -136,9 +136,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     device = context.device if context else CPU
     deferred = DeferredGradients() if layout.splits_backward else None
     dtype = DTYPES[training.precision]
-    std = training.init_std
     sequence_parallel = layout.sequence_parallel
-    factory = ParamFactory(mesh, dtype, device, training.seed, std, sequence_parallel, deferred)
+    factory = ParamFactory(mesh, dtype, device, training, sequence_parallel, deferred)
     factory = replace(
         factory,
         compile=config.run.compile,
@@ -156,9 +155,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     for spec in specs:
         if spec.rank == mesh.pp.rank:
             first_stage = stage_of.get(0)  # a tied head on the same rank uses its embedding
-            stage_of[spec.index] = Stage(
-                factory, config.model, layout, spec, first_stage, masked, training.z_loss
-            )
+            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first_stage, masked)
     stages = nn.ModuleList(stage_of.values())
     pipeline = Pipeline(stage_of, factory, config)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from architecture.shape import ModelShape
 from base.errors import UserError
 from config.buffer_sizes import BUCKET_ELEMENTS
+from config.optimizers import OPTIMIZERS, interchangeable
 from config.schema import EMA, Layout, Training
 from distributed.collectives import Handle
 from optim import update_rules
@@ -156,10 +157,10 @@ class Optimizer:
             self.groups = [*self.groups, ConstantGroup(stages, self.mesh)]
         kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"  # the optimizers' names, for the log
-        self.state_kinds = update_rules.state_kinds(training.optimizer)
+        self.state_kinds = OPTIMIZERS[training.optimizer].state
         if training.ema:
             self.state_kinds = (*self.state_kinds, EMA)
-        self.state_name = update_rules.interchangeable(training.optimizer)
+        self.state_name = interchangeable(training.optimizer)
 
     def _make_buckets(
         self, parameters: list[nn.Parameter], factory: ParamFactory, zero: int

@@ -4,6 +4,7 @@ schema          the options of the layout, `Config` with all options
 mesh_axes       the axes of the mesh, and the position of a rank on them
 buffer_sizes    sizes of gradient buckets, and of the logits of a loss
 run_options     the options of training, data and run
+optimizers      the traits of each optimizer
 examples        values of an option that its declaration allows, for tests and random runs
 command_line    flags and TOML to a `Config`, with what was given
 timeline        when a run does what: batch, length and phase of a sample, its steps, its end

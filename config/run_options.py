@@ -16,6 +16,7 @@ from architecture.shape import EXPERTS
 from base.errors import UserError
 from base.options import Needs, option
 from config import batch_schedule as batches
+from config.optimizers import OPTIMIZERS
 
 # What several options need.
 LR_FALLS = Needs(("lr_schedule",), ("cosine", "linear", "wsd", "inverse-square-root"))
@@ -25,8 +26,6 @@ IS_MUON = Needs(("optimizer",), ("muon",))
 FP16 = Needs(("precision",), ("fp16",))
 SAVES = Needs(("save_every", "save_every_minutes"), reason="nothing is saved")
 TOKENS = Needs(("data",), reason="now tokens are random")
-
-OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 
 
 class DynamicScale(NamedTuple):
@@ -84,7 +83,7 @@ class Training:
         choices=("fp32", "bf16"),
     )
     optimizer: str = option(
-        "adamw", "update rule; apex: AdamW by NVIDIA's FusedAdam", choices=OPTIMIZERS
+        "adamw", "update rule; apex: AdamW by NVIDIA's FusedAdam", choices=tuple(OPTIMIZERS)
     )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
     min_lr: float = option(

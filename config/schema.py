@@ -19,8 +19,6 @@ from config.past import Past
 from config.phases import PhasePlan
 from config.run_options import Data, Run, Training
 
-# Optimizers that update each element alone, so that any rank can update any range of a parameter.
-ELEMENTWISE = ("adamw", "apex", "sgd")
 # The name of the average of weights (--ema) among the kinds of state in a checkpoint.
 EMA = "ema"
 

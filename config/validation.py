@@ -17,10 +17,11 @@ from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import UserError
 from base.options import Needs, as_typed
+from config.optimizers import OPTIMIZERS
 from config.phases import prefixes_of
 from config.run_lengths import check_rate
 from config.run_options import Run, parse_eval_sets, parse_task_files
-from config.schema import ELEMENTWISE, Config, Layout, Training
+from config.schema import Config, Layout, Training
 from config.timeline import Timeline
 
 
@@ -571,8 +572,9 @@ def check_sharding(layout: Layout, training: Training) -> None:
             "--zero 3 leaves the shards of weights to torch's FSDP, but --optimizer muon finds the "
             "parts of a matrix in the buffers of --zero 0, 1 and 2: use one of these"
         )
-    if zero == 3 and name not in ELEMENTWISE:
-        raise UserError(f"--zero 3 takes --optimizer {', '.join(ELEMENTWISE)}, not {name}")
+    if zero == 3 and not OPTIMIZERS[name].elementwise:
+        elementwise = ", ".join(n for n, traits in OPTIMIZERS.items() if traits.elementwise)
+        raise UserError(f"--zero 3 takes --optimizer {elementwise}, not {name}")
     whole = f"--optimizer {name} needs whole matrices"
     if name == "adafactor" and layout.tp > 1:
         raise UserError(f"{whole}, but tp({layout.tp}) cuts them")

@@ -29,15 +29,13 @@ from architecture.model_stats import (
 )
 from architecture.shape import ModelShape
 from config.buffer_sizes import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
+from config.optimizers import OPTIMIZERS
 from costs import mixer_terms
 from costs.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
 
-# Bytes per parameter by which an optimizer's state is smaller than AdamW's two FP32 moments (8). In
-# 8-bit AdamW it is two bytes, and two FP32 scales for 256 weights; in SGD and Muon one moment; in
-# Adafactor two small factors of a matrix. apex' FusedAdam is not here: its state is AdamW's. For
-# weights that Muon and 8-bit AdamW leave to AdamW, `state_of_others` adds the difference again.
-SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
+# AdamW's two moments in FP32, in bytes per parameter.
+MOMENT_BYTES = OPTIMIZERS["adamw"].state_bytes
 # Bytes that the router of a block with experts keeps for each chosen expert of a token: the
 # expert's number (8), its weight in FP32 (4) and half precision (2), the token's index in two
 # permutations.
@@ -231,12 +229,16 @@ def state_bytes(job: Job) -> float:
     """Return the bytes of one parameter's optimizer state, with its FP32 master.
 
     `sharded_bytes` is its size with AdamW in this training program. In fp32 there are no masters:
-    AdamW's two moments have 8 bytes. --ema keeps
-    an average in the masters' type. Other optimizers have less, by the bytes in SAVED_STATE.
+    AdamW's two moments alone. --ema keeps an average in the masters' type.
     """
-    with_adamw = 8.0 if job.number_bytes == 4 else job.machine.software.sharded_bytes
+    with_adamw = MOMENT_BYTES if job.number_bytes == 4 else job.machine.software.sharded_bytes
     average = max(4.0, float(job.number_bytes)) if job.training.ema else 0.0
-    return with_adamw - SAVED_STATE.get(job.training.optimizer, 0.0) + average
+    return with_adamw - less_than_adamw(job) + average
+
+
+def less_than_adamw(job: Job) -> float:
+    """Return the bytes per parameter by which the optimizer's state is smaller than AdamW's."""
+    return MOMENT_BYTES - OPTIMIZERS[job.training.optimizer].state_bytes
 
 
 def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
@@ -252,7 +254,7 @@ def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
     if optimizer == "adamw8bit" and not job.model.tied:
         by_adamw = by_adamw - parts.head * job.vocab_columns * job.model.hidden
     shards = np.where(job.layout.zero > 0, job.shards, 1)
-    return SAVED_STATE[optimizer] * np.maximum(0.0, by_adamw) / shards
+    return less_than_adamw(job) * np.maximum(0.0, by_adamw) / shards
 
 
 @term

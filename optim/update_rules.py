@@ -13,7 +13,8 @@ family:
     matrices  Adafactor: whole matrices, each of which has one owner; the matrices of two experts
               are separate
 
-A kind is the name of one state tensor in a checkpoint, for example "exp_avg" (`state_kinds`).
+A kind is the name of one state tensor in a checkpoint, for example "exp_avg":
+config/optimizers.py has those of each optimizer.
 """
 
 from collections.abc import Callable
@@ -50,29 +51,6 @@ def family(optimizer: str, spec: ParamSpec) -> str:
     if optimizer == "muon" and spec.matrices is not None:
         return "muon"
     return "matrices" if optimizer == "adafactor" else "plain"
-
-
-def state_kinds(optimizer: str) -> tuple[str, ...]:
-    """Return the names of the optimizer's state tensors in a checkpoint.
-
-    optimizer: the value of --optimizer. Each tensor has one element for every weight. For muon's
-    matrices exp_avg is the momentum and exp_avg_sq is zeros. 8-bit moments are written in fp32, so
-    that a run with adamw can resume from them, and the other way round. Adafactor has one factor
-    for each row and each column of a matrix; the checkpoint repeats it for every weight of the row
-    or column. For a vector row_var is the variance and col_var is zeros.
-    """
-    if optimizer == "adafactor":
-        return ("row_var", "col_var")
-    return ("momentum_buffer",) if optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
-
-
-def interchangeable(optimizer: str) -> str:
-    """Return the name of the optimizer's whole state in a checkpoint.
-
-    Optimizers that can resume from each other's state have the same name; a resume with an
-    optimizer of another name is refused. optimizer: the value of --optimizer.
-    """
-    return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
 
 def rate_factor(training: Training, group: str) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from architecture import dispatch
 from architecture.shape import ModelShape
+from config.run_options import Training
 from distributed.collectives import Group
 from distributed.context import Context
 from distributed.mesh import Mesh
@@ -98,7 +99,7 @@ def run_layer(
     sends_once = partial(dispatch.sends_once, model) if once else lambda nodes: False
     axes = {"pp": 1, "dp": context.size, "cp": 1, "tp": 1}
     mesh = Mesh(axes, context, ep=context.size, sends_once=sends_once)
-    factory = ParamFactory(mesh, dtype, std=0.3)
+    factory = ParamFactory(mesh, dtype, training=Training(init_std=0.3))
     layer = ExpertMLP(factory, "mlp", model, 0.3, ACTIVATIONS["swiglu"])
     layer.to(rounded).to(dtype)
     generator = torch.Generator().manual_seed(context.rank)

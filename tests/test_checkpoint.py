@@ -25,6 +25,7 @@ from checkpointing.index import Index
 from checkpointing.load import repeatability
 from checkpointing.state import Progress
 from config import validation
+from config.optimizers import OPTIMIZERS
 
 GPT = {"positions": "learned"}
 LLAMA = {
@@ -53,10 +54,8 @@ FEW_LAYOUTS = ("1", "tp2", "tp2-pp2-dp2")  # for the other models
 # Resumed under the same layout only.
 SAME_ONLY = {
     "fp16": (1, {"precision": "fp16"}),
-    "dp2-muon": (2, {"optimizer": "muon"}),
-    "dp2-adafactor": (2, {"optimizer": "adafactor"}),
-    "dp2-8bit": (2, {"optimizer": "adamw8bit"}),
-    "pp2-sgd": (2, {"pp": 2, "optimizer": "sgd"}),
+    # adamw is that of the others; apex needs a GPU.
+    **{f"dp2-{o}": (2, {"optimizer": o}) for o in OPTIMIZERS if o not in ("adamw", "apex")},
     "dp2-zero2-overlap": (2, {"zero": 2, "overlap_param_gather": True}),
     "tp2-fp16": (2, {"tp": 2, "precision": "fp16"}),
     "dp2-zero3-bf16": (2, {"zero": 3, "precision": "bf16"}),

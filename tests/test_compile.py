@@ -23,6 +23,7 @@ from architecture.shape import ModelShape
 from base.errors import UserError
 from config import validation
 from config.command_line import parse
+from config.run_options import Training
 from distributed import preflight
 from distributed.launch import Launch
 from distributed.mesh import Mesh
@@ -147,7 +148,7 @@ def test_attention_that_is_compiled_on_gpus_says_what_is_missing_at_the_start(ma
     """flex_attention, without --compile: by the kernel that the start prints, on a fake GPU."""
     shape = {"layers": 1, "hidden": 32, "heads": 2, "seq_length": 16}
     device, positions = torch.device("cuda"), "learned" if masked else "alibi"
-    factory = ParamFactory(Mesh(), torch.bfloat16, device, 1, 0.02, False, None)
+    factory = ParamFactory(Mesh(), torch.bfloat16, device, Training(seed=1), False, None)
     kernel = attention_kernel(ModelShape(**shape, positions=positions), factory, 1, masked)
     monkeypatch.delenv("CC", raising=False)
     tools = {"gcc": "/usr/bin/gcc"}

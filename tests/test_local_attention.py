@@ -132,7 +132,13 @@ def test_spans_and_flex_are_attention_by_its_definition(monkeypatch, softcap, wi
 def stage_of(kind: str, masked: bool = False, **more) -> Stage:
     shape, layout = ModelShape(**WINDOWED | KINDS[kind] | more), Layout(dp=1)
     spec = stage_specs(shape, layout, BLOCKS_ALONE)[0]
-    return Stage(ParamFactory(Mesh(), torch.float64, std=0.2), shape, layout, spec, masked=masked)
+    return Stage(
+        ParamFactory(Mesh(), torch.float64, training=Training(init_std=0.2)),
+        shape,
+        layout,
+        spec,
+        masked=masked,
+    )
 
 
 @pytest.mark.parametrize("flex", [False, True])

@@ -8,6 +8,7 @@ from architecture.shape import GATED, ModelShape
 from base.errors import UserError
 from checkpointing.hf_export import hf_config
 from config import schema as configuration
+from config.run_options import Training
 from data import Batch
 from distributed.mesh import Mesh
 from layers.attention import attention_kernel
@@ -98,7 +99,7 @@ def test_masks_that_flex_attention_does_not_take_are_one_sentence(head_size, dty
     """On a GPU the first step would else end with an error of the compiler."""
     model = ModelShape(layers=1, hidden=64, heads=4, head_size=head_size, seq_length=16)
     on_cpu, on_gpu = (
-        ParamFactory(Mesh(), dtype, torch.device(device), 1, 0.02, False, None)
+        ParamFactory(Mesh(), dtype, torch.device(device), Training(seed=1), False, None)
         for device in ("cpu", "cuda")
     )
     kernel = attention_kernel(model, on_cpu, 1, masked=True)

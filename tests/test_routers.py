@@ -14,6 +14,7 @@ import torch.distributed as dist
 from compare import assert_close
 
 from architecture.shape import ModelShape
+from config.run_options import Training
 from distributed.mesh import Mesh
 from layers.experts import Router
 from optim.balance import Penalty
@@ -96,7 +97,9 @@ def routed(kind: str, group: dist.ProcessGroup, balance: str = "none", z_rate: f
     model = ModelShape(**shape | ROUTERS[kind])
     tokens = TOKENS * SAMPLES
     x = torch.randn(tokens, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    ours = Router(ParamFactory(Mesh(), torch.float64, std=0.5), "router", model)
+    ours = Router(
+        ParamFactory(Mesh(), torch.float64, training=Training(init_std=0.5)), "router", model
+    )
     losses = {"none": "none", "seq_aux_loss": "sequence", "aux_loss": "global"}
     if balance == "aux_loss":  # the loads of this batch, in place of those of the step before
         _, _, counts = ours(x, torch.arange(tokens), SAMPLES, [])

@@ -19,7 +19,7 @@ from architecture.shape import ModelShape
 from base.errors import UserError
 from benchmarks.planner import row_table
 from benchmarks.planner.row_table import Cells, Row, RowTable
-from config.run_options import OPTIMIZERS
+from config.optimizers import OPTIMIZERS
 from config.schema import SCHEDULES
 
 # fmt: off
