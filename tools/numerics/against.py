@@ -20,7 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import FileError, RunError
 from config.schema import GROUPS
 from tools.numerics.diff import compare_records, compare_traces, evaluations
 from tools.numerics.record import Record, differing, options, read_steps
@@ -47,7 +47,7 @@ def compare(recipe: Path, run: Path) -> dict[str, Any]:
     """
     folders = sorted(recipe.glob("seed-*"))
     if len(folders) < 2:
-        raise UserError(f"{recipe} has {len(folders)} folders seed-N: a recipe has at least two")
+        raise RunError(f"{recipe} has {len(folders)} folders seed-N: a recipe has at least two")
     known = [read_steps(folder) for folder in folders]
     record = read_steps(run)
     ours = options(record.facts)
@@ -110,7 +110,7 @@ def _other_corpus(recipe: Path, record: Record) -> str | None:
     path = recipe / "corpus.sha256"
     wanted = _checksums(path)
     if not wanted:
-        raise UserError(f"{path} has no checksum: a recipe says of which bytes its corpus is")
+        raise RunError(f"{path} has no checksum: a recipe says of which bytes its corpus is")
     for word in record.facts["config"].get("data", {}).get("data") or ():
         beside = Path(f"{word}.sha256")
         if beside.is_file() and (has := _checksums(beside)) != wanted:
@@ -127,7 +127,7 @@ def _checksums(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
     words = [line.split() for line in lines if line.strip()]
     return {Path(each[-1]).suffix: each[0] for each in words if len(each) == 2}
 
@@ -166,7 +166,7 @@ def _outside(known: list[Record], record: Record) -> list[dict[str, Any]]:
     squares = [(each[key] / means[key] - 1) ** 2 for each in numbers for key in shared]
     freedom = len(shared) * (len(numbers) - 1)
     if not freedom:
-        raise UserError(f"{known[0].folder} has too few steps to be compared")
+        raise RunError(f"{known[0].folder} has too few steps to be compared")
     spread = math.sqrt(sum(squares) / freedom)
     band = T * spread * math.sqrt(1 + 1 / len(numbers))
     outside = []
