@@ -15,7 +15,6 @@ quarter of the processor time of a start. `installed` and the end of a program d
 
 import atexit
 import contextlib
-import copy
 import difflib
 import errno
 import gc
@@ -98,8 +97,8 @@ class UserError(Exception):
 
     def said(self, sentence: str) -> "UserError":
         """Return an error of the same kind with another sentence."""
-        other = copy.copy(self)
-        other.args = (sentence,)
+        other = type(self).__new__(type(self), sentence)
+        vars(other).update(vars(self))
         return other
 
 

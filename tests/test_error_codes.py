@@ -26,10 +26,9 @@ MISTAKES = [
     ("runs.py against {empty} {empty}", "run", 2),
     ("runs.py nothing", "option", 2),
     ("check.py --layers 2", "option", 2),
-    ("check.py --layers 2 --hidden 32 --heads 5", "option", 2),
+    ("check.py --ranks 99", "option", 2),
     ("check.py --program {empty}/nothing.py", "file", 2),
     ("check.py --program {program}", "program", 2),
-    ("check.py --cluster", "cluster", 2),
     ("rehearse.py --gpus 3 --tp 2 --model gpt2-124m", "layout", 2),
     ("tune.py --launch mpirun", "option", 2),
 ]
