@@ -1,4 +1,4 @@
-"""Ten published ideas and a wrong version of each: does one who reads `--json` alone keep the right?
+"""Ten published ideas and a wrong version of each: does a reader of `--json` alone keep the right?
 
     python benchmarks/faults/ideas.py --keep RESULTS.jsonl [--minutes 30]
 
@@ -28,7 +28,7 @@ from benchmarks.results_file import head, main_in_parts
 IDEAS = ROOT / "examples" / "ideas"
 WRONG = tomllib.loads((IDEAS / "wrong.toml").read_text())
 RESULTS = ROOT / "benchmarks" / "results" / "ideas.md"
-CHECK_MINUTES = 2  # after which check.py begins no layout
+CHECK_MINUTES = 1  # after which check.py begins no layout
 LIMIT = 900.0  # seconds of a call
 
 
