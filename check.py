@@ -43,6 +43,7 @@ this program, which is no verdict; 130 after Ctrl-C, which prints what has been 
 """
 
 import dataclasses
+import json
 import os
 import shlex
 import sys
@@ -64,7 +65,7 @@ if __name__ == "__main__":
 
 with errors.installed():
     from base.cli import Parser
-    from base.errors import UserError, nearest
+    from base.errors import LayoutError, UserError, nearest
     from config import validation
     from config.command_line import SHAPE, Request, parse_request
     from config.schema import Layout, all_options
@@ -140,7 +141,7 @@ def main(arguments: list[str]) -> int:
             plan = dataclasses.replace(plan, layouts=layouts)
             lines += of_given
         if not plan.every:
-            raise UserError(f"this run has no layout but one rank, on up to {ranks} ranks")
+            raise LayoutError(f"this run has no layout but one rank, on up to {ranks} ranks")
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr)
         introduction = [*plan.introduction(), *(f"small: {text}" for text in lines)]
@@ -236,7 +237,7 @@ def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
     ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
     layouts = program.chosen(given.layout or (), ranks)[: given.layouts]
     if not layouts:
-        raise UserError(f"{program.path.name} has no layout but one rank, on up to {ranks} ranks")
+        raise LayoutError(f"{program.path.name} has no layout but one rank, on up to {ranks} ranks")
     session = Session(given.json, given.all, given.minutes)
     left_out = [x.name for x in program.layouts[1:] if x.ranks > ranks and not given.layout]
     session.say(*_introduction(program.path.name, layouts, left_out, ranks))
@@ -330,15 +331,6 @@ def _check_random(given: Namespace, ranks: int, request: Request, arguments: lis
     return int(wrong > 0)
 
 
-def _say_no_verdict(status: int, text: str) -> None:
-    """With --json, print the object of a check that has no verdict."""
-    if "--json" not in sys.argv:
-        return
-    from tools.checker.session import print_json
-
-    print_json({"status": status, "verdict": "none", "error": text})
-
-
 def _named(arguments: list[str]) -> set[str]:
     """Return the names of the flags in a command line, and its values too."""
     return {word.lstrip("-").partition("=")[0] for word in arguments}
@@ -389,13 +381,11 @@ def _parser(is_of_others: bool = False) -> Parser:
 
 if __name__ == "__main__":
     try:
-        with errors.sentences():
-            try:
-                sys.exit(main(sys.argv[1:]))
-            except UserError as mistake:
-                _say_no_verdict(mistake.status, str(mistake))
-                raise
+        with errors.sentences(beside={"verdict": "none"}):
+            sys.exit(main(sys.argv[1:]))
     except Exception as error:  # an error of this program is no verdict on the code that it checks
         traceback.print_exc()
-        _say_no_verdict(NO_VERDICT, f"{type(error).__name__}: {error}")
+        if "--json" in sys.argv:
+            text, none = f"{type(error).__name__}: {error}", {"code": "internal", "verdict": "none"}
+            print(json.dumps({"error": text, "status": NO_VERDICT} | none), flush=True)
         sys.exit(NO_VERDICT)

@@ -58,7 +58,7 @@ with errors.installed():
     from architecture import tensors
     from architecture.families import FAMILIES
     from base.cli import Parser
-    from base.errors import UserError, printable
+    from base.errors import CheckpointError, UserError, printable
     from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
     from config.command_line import make_model
@@ -198,7 +198,7 @@ def _merge(sources: list[str], target: str, weights: str, averaged: bool) -> Non
     steps = [folders.step_of(folder) for folder in found]
     if steps != sorted(steps):
         order = ", ".join(map(str, steps))
-        raise UserError(f"the checkpoints are of the steps {order}: name the oldest first")
+        raise CheckpointError(f"the checkpoints are of the steps {order}: name the oldest first")
     shares = shares_of(weights, len(found))
     for folder in found:
         check_files(folder, contents=True)

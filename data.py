@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.errors import UserError
+from base.errors import CorpusError
 from config.schema import Config, Layout
 from config.timeline import Timeline
 from corpora import phase_table
@@ -455,7 +455,7 @@ def check_end(samples: Samples, begin: int, count: int) -> None:
     """Raise UserError if `samples` end before the `count` samples from number `begin` on."""
     if begin + count > len(samples):
         needed = f"samples {begin} to {begin + count} are needed"
-        raise UserError(f"{needed}, but there are only {len(samples)}")
+        raise CorpusError(f"{needed}, but there are only {len(samples)}")
 
 
 def micro_batch(

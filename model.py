@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from architecture.block_attention import BlockAttention
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import ProgramError
 from config.schema import Layout
 from data import Batch
 from distributed.collectives import reduce_from_tp
@@ -827,17 +827,19 @@ def check_parameters(stage: nn.Module) -> None:
     for where, p in stage.named_parameters():
         spec = getattr(p, "spec", None)
         if spec is None:
-            raise UserError(
+            raise ProgramError(
                 f"the parameter {where} says nothing of its name and its parts: make it with "
                 "factory.parameter(name, shape, ...), or factory.constant if nothing trains it"
             )
         # Only a tensor whose rows are given for each rank may be several parameters.
         part = (spec.name, spec.start, spec.stop) if spec.rows is not None else (spec.name, 0, 0)
         if part in modules:
-            raise UserError(f"two parameters are called {spec.name}: {modules[part]} and {where}")
+            raise ProgramError(
+                f"two parameters are called {spec.name}: {modules[part]} and {where}"
+            )
         modules[part] = where
     for where, _ in stage.named_buffers():
-        raise UserError(
+        raise ProgramError(
             f"{where} is a buffer, which no checkpoint keeps: make it with factory.constant, or "
             "keep it as a plain attribute if it can be computed again"
         )

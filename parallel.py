@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
 from architecture.mup import NO_MUP, Mup, role_of
-from base.errors import UserError
+from base.errors import LayoutError
 from config.run_options import Training
 from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
@@ -297,7 +297,7 @@ class ParamFactory:
             group = over or tp
             of_rank, rest = divmod(padded or shape[dim], group.size)
             if rest or of_rank * group.size < shape[dim]:
-                raise UserError(
+                raise LayoutError(
                     f"{name}: {group.size} ranks do not divide the {padded or shape[dim]} rows "
                     f"along dimension {dim} of {shape}; `padded` names a larger number of rows"
                 )

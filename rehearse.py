@@ -34,7 +34,7 @@ if __name__ == "__main__":
     errors.begin_program()
 
 from base.cli import Parser
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from base.paths import check_file, write_file
 from config.command_line import parse_request
 from config.validation import check_any_length
@@ -164,7 +164,7 @@ def nodes_of(options: Namespace, per_node: int) -> int:
         fewest = -(-options.gpus // per_node)
         return next(n for n in range(fewest, options.gpus + 1) if options.gpus % n == 0)
     if options.nodes < 1 or options.gpus % options.nodes:
-        raise UserError(f"nodes({options.nodes}) does not divide gpus({options.gpus})")
+        raise LayoutError(f"nodes({options.nodes}) does not divide gpus({options.gpus})")
     return options.nodes
 
 

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 with errors.installed():
     from architecture.shape import ModelShape
     from base.cli import Parser
-    from base.errors import UserError, exit_with, printable
+    from base.errors import FileError, UserError, exit_with, printable
     from base.paths import check_file, write_file
     from checkpointing import folders, model_record
     from checkpointing.index import Index, check_files, make_model
@@ -269,7 +269,7 @@ def _evaluation(
             notes += note_on_answers(each.prefix, config.data.answers_only)
             notes += note_on_form(each.prefix, form)
     except UserError as mistake:  # perhaps about an option that the user has not typed
-        raise UserError("; ".join([str(mistake), *notes[:1]])) from None
+        raise mistake.said("; ".join([str(mistake), *notes[:1]])) from None
     return SampleTask(folder, options, config, tuple(notes))
 
 
@@ -309,7 +309,7 @@ def check_numbers(options: argparse.Namespace) -> None:
     if options.tokenizer and os.path.isdir(options.tokenizer):
         options.tokenizer = os.path.join(options.tokenizer, "tokenizer.json")
     if options.tokenizer and not os.path.isfile(options.tokenizer):
-        raise UserError(f"--tokenizer {options.tokenizer}: there is no such file")
+        raise FileError(f"--tokenizer {options.tokenizer}: there is no such file")
 
 
 def _corpora(run_options: dict[str, Any]) -> list[str]:

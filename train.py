@@ -79,7 +79,9 @@ def main(arguments: list[str], watch: StartWatch, signals: Signals) -> None:
         try:
             config = check(request.config, launch.size)
         except UserError as mistake:  # perhaps about an option that the user has not typed
-            raise UserError("; ".join(filter(None, [str(mistake), request.taken.note]))) from None
+            raise mistake.said(
+                "; ".join(filter(None, [str(mistake), request.taken.note]))
+            ) from None
         watch.follow(config.run.out)  # the folder for the report of a death
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)

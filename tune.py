@@ -12,6 +12,8 @@ report.html, table.md, results.csv and layouts.svg.
 """
 
 import argparse
+import contextlib
+import json
 import os
 import sys
 
@@ -26,6 +28,7 @@ if __name__ == "__main__":
 with errors.installed():
     from base.cli import Parser
     from costs import hardware, risk
+    from tools.tuner import result_tables
     from tools.tuner.session import Session, StoppedBySignal, raise_on_signals
 
 
@@ -40,7 +43,8 @@ def main(arguments: list[str]) -> None:
         with errors.sentences():
             options, train_arguments = parser().parse_known_args(arguments)
             session = Session(options, train_arguments)
-            session.run()
+            with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+                session.run()
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
     trials = session.result().trials
@@ -48,8 +52,11 @@ def main(arguments: list[str]) -> None:
     # trial was run, because there was nothing to measure, the exit status is 0.
     trials_were_run = trials or session.ending == session.budget.ending
     any_trained = any(trial.status == "ok" for trial in trials)
-    if trials_were_run and not any_trained:
-        sys.exit(1)
+    status = int(bool(trials_were_run) and not any_trained)
+    if options.json:
+        print(json.dumps({"status": status} | result_tables.data(session.result())))
+    if status:
+        sys.exit(status)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
         default=risk.DEFAULT,
         help="skip layouts with a larger risk of running out of memory (default 0.05)")  # fmt: skip
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
+    add("--json", action="store_true", help="print the result as JSON; lines go to stderr")
     return found
 
 

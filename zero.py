@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import ProgramError
 from config.buffer_sizes import BUCKET_ELEMENTS
 from config.optimizers import OPTIMIZERS, interchangeable
 from config.schema import EMA, Layout, Training
@@ -291,7 +291,7 @@ class Optimizer:
             expected = self._micro_batches * getattr(p, "passes", 1)
             if count > expected:
                 times = -(-count // max(1, self._micro_batches))
-                raise UserError(
+                raise ProgramError(
                     f"{p.spec.name} got {count} gradients in {self._micro_batches} micro-batches, "
                     f"not {expected}: a linear layer that runs {times} times in a micro-batch says "
                     f"so by `weight.passes = {times}`, and the same of its bias"

@@ -28,7 +28,7 @@ from architecture.mup import without_mup
 from architecture.odd_families import NoPositions, OddFamily
 from architecture.rotary_scaling import ROTARY_SCALING, rotary_scaling
 from architecture.shape import ModelShape
-from base.errors import UserError, nearest
+from base.errors import ModelError, UserError, nearest
 from base.regular_files import MOST_OF_OBJECT, open_regular
 
 # The width of the shared MLP over that of an expert, by the names of two families.
@@ -281,7 +281,7 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     if obstacles[nearest]:
         needed = " and ".join(obstacles[nearest])
-        raise UserError(f"transformers has no such model: {nearest} needs {needed}")
+        raise ModelError(f"transformers has no such model: {nearest} needs {needed}")
     return FAMILIES[nearest]
 
 
@@ -510,7 +510,7 @@ def read(path: str, seq_length: int | None = None) -> tuple[dict[str, Any], list
         return from_config(config, file)
     model = config["config"].get("model") if isinstance(config["config"], dict) else None
     if not isinstance(model, dict):
-        raise UserError(f"{file} has no [config][model]: it is no run.json")
+        raise ModelError(f"{file} has no [config][model]: it is no run.json")
     # An import of a version without windows has the window beside the model, as a limit.
     limit = None if model.get("window") else config.get("window")
     return model, _beyond(limit, seq_length)
@@ -550,14 +550,14 @@ def _find(path: str) -> str:
         return config_file
     file = run_file_in(path)
     if file is None:
-        raise UserError(f"--model {path}: it has no config.json, and is no run's: no run.json")
+        raise ModelError(f"--model {path}: it has no config.json, and is no run's: no run.json")
     return file
 
 
 def _read_json(path: str) -> dict[str, Any]:
     """Return the object in a JSON file; UserError, which names --model, if there is no file."""
     if not os.path.isfile(path):
-        raise UserError(f"--model {path}: there is no such file, and no preset of that name")
+        raise ModelError(f"--model {path}: there is no such file, and no preset of that name")
     return read_object(path)
 
 
@@ -570,11 +570,11 @@ def read_object(path: str, opened: Callable[[str], BinaryIO] = open_regular) -> 
         with opened(path) as file:
             value = json.loads(file.read(MOST_OF_OBJECT))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+        raise ModelError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+        raise ModelError(f"{path} holds a {type(value).__name__}, not an object")
     return value
 
 
@@ -607,7 +607,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         given = [name for name in names if named.get(name) is not None]  # the names in this file
         other = next((name for name in given if named[name] != named[given[0]]), None)
         if other:
-            raise UserError(
+            raise ModelError(
                 f"{where}: {given[0]} is {named[given[0]]!a:.80}, but {other} is "
                 f"{named[other]!a:.80}, and they are one field"
             )
@@ -622,7 +622,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         elif ours in family.defaults and not (is_null and ours in family.derived):
             options[ours] = family.defaults[ours]
         elif ours not in family.derived:
-            raise UserError(f"{where} has no {names[0]!r}")
+            raise ModelError(f"{where} has no {names[0]!r}")
     if local_rope is not None:
         options["window_rotary_base"] = local_rope["rope_theta"]
         name = "window_rotary_scaling"
@@ -632,7 +632,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
     try:
         options |= family.odd.read(config, dict(options), lacks)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise ModelError(f"{where}: {error}") from None
     if family.counts_shared:
         width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
         if isinstance(width, int) and isinstance(count, int):  # other types are refused later
@@ -654,7 +654,9 @@ def _read_score_scale(rope: dict[str, Any], options: dict[str, Any], where: str)
         return
     numbers = (scale, rope.get("factor"), *widths)
     if not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
-        raise UserError(f"{where}: mscale_all_dim and factor need numbers above 0: {numbers!a:.80}")
+        raise ModelError(
+            f"{where}: mscale_all_dim and factor need numbers above 0: {numbers!a:.80}"
+        )
     options["query_scalar"] = sum(widths) / _score_growth(scale, rope["factor"]) ** 4
 
 
@@ -708,15 +710,15 @@ def _ropes_by_kind(
     whole: Any = written.get(FULL) or {}
     local: Any = written.get(LOCAL) or {}
     if not isinstance(whole, dict) or not isinstance(local, dict):
-        raise UserError(f"{where}: the rotary positions of a kind of blocks are not an object")
+        raise ModelError(f"{where}: the rotary positions of a kind of blocks are not an object")
     if not set(written) <= {FULL, LOCAL} and not config.get("rope_scaling"):
-        raise UserError(
+        raise ModelError(
             f"{where}: rope_parameters has {', '.join(map(str, written)):.80}, not {FULL} and "
             f"{LOCAL}"
         )
     scaling = config.get("rope_scaling") or {}
     if isinstance(scaling, dict) and "type" in scaling and "rope_type" not in scaling:
-        raise UserError(
+        raise ModelError(
             f"{where}: rope_scaling has type, which transformers does not read in a {family.name}: "
             "give rope_type"
         )
@@ -749,7 +751,7 @@ def family_in(config: dict[str, Any], where: str) -> Family:
     if family is None:
         hint = nearest(str(name), FAMILIES, 0.6)
         known = f"docs/models.md lists the {len(FAMILIES)} model types that are read"
-        raise UserError(f"{where} is a {name!a:.80}: {known}{hint}")
+        raise ModelError(f"{where} is a {name!a:.80}: {known}{hint}")
     return family
 
 
@@ -781,7 +783,7 @@ def _rope(config: dict[str, Any], where: str) -> dict[str, Any]:
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise UserError(f"{where}: the rotary positions are {rope!a:.80}, not an object")
+        raise ModelError(f"{where}: the rotary positions are {rope!a:.80}, not an object")
     return rope
 
 
@@ -825,7 +827,7 @@ def context_length(config: dict[str, Any], where: str) -> int:
     found = next((config[name] for name in names if config.get(name) is not None), None)
     length = family.defaults["seq_length"] if found is None else found
     if type(length) is not int or length < 1:
-        raise UserError(f"{where}: {names[0]} is {length!a:.80}, not a number of tokens")
+        raise ModelError(f"{where}: {names[0]} is {length!a:.80}, not a number of tokens")
     return length
 
 
@@ -857,7 +859,7 @@ def check_token_ids(ids: dict[str, Any], where: str) -> None:
         value = ids.get(name)
         several = value if isinstance(value, list) and name == "eos_token_id" else [value]
         if value is not None and not all(type(token) is int for token in several):
-            raise UserError(f"{where}: {name} is {value!a:.80}, and no id of a token")
+            raise ModelError(f"{where}: {name} is {value!a:.80}, and no id of a token")
 
 
 def window(config: dict[str, Any], where: str) -> int | None:
@@ -877,10 +879,10 @@ def window(config: dict[str, Any], where: str) -> int | None:
     if not tokens:  # null, or 0, which transformers writes for Qwen2-MoE
         return None
     if type(tokens) is not int or tokens < 0:
-        raise UserError(f"{where}: sliding_window is {tokens!a:.80}, not a number of tokens")
+        raise ModelError(f"{where}: sliding_window is {tokens!a:.80}, not a number of tokens")
     layers = next((config[n] for n in family.fields["layers"] if config.get(n) is not None), 0)
     if type(layers) is not int:
-        raise UserError(f"{where}: the number of layers is {layers!a:.80}")
+        raise ModelError(f"{where}: the number of layers is {layers!a:.80}")
     layers = min(layers, 10_000)
     return tokens if any(_window_flags(config, family, which, layers, where)) else None
 
@@ -900,9 +902,9 @@ def _window_flags(
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list):
-            raise UserError(f"{where}: layer_types is {kinds!a:.80}, not a list")
+            raise ModelError(f"{where}: layer_types is {kinds!a:.80}, not a list")
         if len(kinds) != layers:
-            raise UserError(f"{where}: layer_types has {len(kinds)} blocks of {layers}")
+            raise ModelError(f"{where}: layer_types has {len(kinds)} blocks of {layers}")
         return [kind != FULL for kind in kinds]
     if which == "every":
         return [True] * layers
@@ -913,11 +915,11 @@ def _window_flags(
             return list(flags_of(which, layers))
         period = config[PERIOD]
         if type(period) is not int or period < 1:
-            raise UserError(f"{where}: {PERIOD} is {period!a:.80}, not a number of blocks")
+            raise ModelError(f"{where}: {PERIOD} is {period!a:.80}, not a number of blocks")
         return [(block + 1) % period != 0 for block in range(layers)]
     first = config.get("max_window_layers", 28)
     if type(first) is not int:
-        raise UserError(f"{where}: max_window_layers is {first!a:.80}, not a number of blocks")
+        raise ModelError(f"{where}: max_window_layers is {first!a:.80}, not a number of blocks")
     if which == "every second":
         return [block % 2 == 0 and block < first for block in range(layers)]
     return [block >= first for block in range(layers)]
@@ -1010,7 +1012,7 @@ def _read_scaling(
         text = [_number_text(value) for value in _scaling_numbers(kind, rope, config, family)]
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         needed = ", ".join(ROTARY_SCALING[kind])
-        raise UserError(
+        raise ModelError(
             f"{where}: rotary positions of type {kind} need numbers: {needed}"
         ) from None
     if text:  # the numbers of the scaling; a model without scaling (kind "none") has no numbers

@@ -20,7 +20,7 @@ from architecture.odd_families import (
     layers_in,
 )
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import ModelError
 
 # Types of blocks by the names that files of transformers 4 have.
 OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -57,7 +57,7 @@ class Hybrid(OddFamily):
         types = config.get("layer_types")
         types = self.types(config, layers) if types is None else types
         if not isinstance(types, list) or len(types) != layers:
-            raise UserError(f"layer_types is {types!a:.80}, not a list of {layers} blocks")
+            raise ModelError(f"layer_types is {types!a:.80}, not a list of {layers} blocks")
         known = (self.block_type, "full_attention")
         names = [OLDER_TYPES.get(str(name), str(name)) for name in types]
         if unknown := {str(theirs) for theirs, name in zip(types, names) if name not in known}:
@@ -103,7 +103,7 @@ class Lfm2(Hybrid):
         attends = config.get("full_attn_idxs")
         attends = range(layers) if attends is None else attends
         if not isinstance(attends, (list, range)):
-            raise UserError(f"full_attn_idxs is {attends!a:.80}, not a list of blocks")
+            raise ModelError(f"full_attn_idxs is {attends!a:.80}, not a list of blocks")
         return ["full_attention" if n in attends else "conv" for n in range(layers)]
 
     def read(
@@ -123,7 +123,7 @@ class Lfm2(Hybrid):
         multiple = config.get("block_multiple_of", 256)
         for number in (width, multiple, *(() if factor is None else (factor,))):
             if type(number) not in (int, float) or not 0 < number < 2**53:
-                raise UserError(f"the width of the MLP needs numbers above 0, not {number!a:.80}")
+                raise ModelError(f"the width of the MLP needs numbers above 0, not {number!a:.80}")
         width = int(2 * width / 3)
         if factor is None:
             return width
@@ -159,7 +159,7 @@ class Qwen35(Hybrid):
         """Return attention in each block of an interval."""
         interval = config.get("full_attention_interval", 4)
         if type(interval) is not int or interval < 1:
-            raise UserError(f"full_attention_interval is {interval!a:.80}, not a number of blocks")
+            raise ModelError(f"full_attention_interval is {interval!a:.80}, not a number of blocks")
         types = [self.block_type, "full_attention"]
         return [types[(block + 1) % interval == 0] for block in range(layers)]
 
@@ -331,7 +331,7 @@ class Bamba(Mamba):
         """Return attention in the blocks of the list."""
         attends = config.get("attn_layer_indices") or []
         if not isinstance(attends, list):
-            raise UserError(f"attn_layer_indices is {attends!a:.80}, not a list of blocks")
+            raise ModelError(f"attn_layer_indices is {attends!a:.80}, not a list of blocks")
         return ["full_attention" if n in attends else self.block_type for n in range(layers)]
 
     def read(
@@ -473,7 +473,7 @@ class FalconH1(Mamba):
             )
             if not are_numbers or len(values) != count:
                 what = "a number" if count == 1 else f"{count} numbers"
-                raise UserError(f"{name} is {value!a:.80}, not {what} above 0")
+                raise ModelError(f"{name} is {value!a:.80}, not {what} above 0")
             found[name] = [float(n) for n in values]
         return found
 
@@ -543,7 +543,7 @@ class NemotronH(Hybrid):
             return text
         types = ["linear_attention", "moe", "full_attention", "mlp"] if types is None else types
         if not isinstance(types, list) or not 0 < len(types) <= MOST_LAYERS:
-            raise UserError(f"layers_block_type is {types!a:.80}, not a list of blocks")
+            raise ModelError(f"layers_block_type is {types!a:.80}, not a list of blocks")
         types = [OLDER_TYPES.get(str(name), str(name)) for name in types]
         if unknown := {*types} - {*self.letters}:
             known = ", ".join(self.letters)
@@ -610,7 +610,7 @@ class KimiLinear(Hybrid):
         """Return the object with the sizes of files of transformers 4; empty if there is none."""
         found = config.get("linear_attn_config") or {}
         if not isinstance(found, dict):
-            raise UserError(f"linear_attn_config is {found!a:.80}, not an object")
+            raise ModelError(f"linear_attn_config is {found!a:.80}, not an object")
         return found
 
     def size(self, ours: str, config: dict[str, Any], found: dict[str, Any]) -> Any:
@@ -626,9 +626,9 @@ class KimiLinear(Hybrid):
             types = [self.block_type, "full_attention"]
             return [types[n > 0 and n % 4 == 0] for n in range(layers)]
         if not isinstance(attends, list) or not isinstance(mixes, list):
-            raise UserError("full_attn_layers and kda_layers of linear_attn_config are no lists")
+            raise ModelError("full_attn_layers and kda_layers of linear_attn_config are no lists")
         if sorted(map(str, attends + mixes)) != sorted(map(str, range(1, layers + 1))):
-            raise UserError(
+            raise ModelError(
                 f"full_attn_layers and kda_layers are not the blocks 1 to {layers}, each once"
             )
         return ["full_attention" if n + 1 in attends else self.block_type for n in range(layers)]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from architecture.block_attention import flags_of, pattern_of
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import ModelError
 
 MOST_LAYERS = 10_000  # more are refused later, with the limit
 
@@ -69,7 +69,7 @@ class Granite(OddFamily):
         multiplier = config.get("attention_multiplier")
         multiplier = 1.0 if multiplier is None else multiplier
         if type(multiplier) not in (int, float) or not 0 < multiplier < math.inf:
-            raise UserError(f"attention_multiplier is {multiplier!a:.80}, not a number above 0")
+            raise ModelError(f"attention_multiplier is {multiplier!a:.80}, not a number above 0")
         return {"query_scalar": float(multiplier) ** -2}
 
     def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Cohere2(OddFamily):
         """Return logit_divisor, and which blocks have rotary positions."""
         scale = config.get("logit_scale", 0.0625)
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
-            raise UserError(f"logit_scale is {scale!a:.80}, not a number above 0")
+            raise ModelError(f"logit_scale is {scale!a:.80}, not a number above 0")
         blocks = options.get("window_blocks", "all") if options.get("window") else "none"
         if blocks == "none":
             lacks.append("no block has a sliding window; here some do, and have positions")
@@ -128,12 +128,12 @@ class NoPositions(OddFamily):
         if flags is None:
             interval = config.get("no_rope_layer_interval", self.interval)
             if type(interval) is not int or interval < 1:
-                raise UserError(
+                raise ModelError(
                     f"no_rope_layer_interval is {interval!a:.80}, not a number of blocks"
                 )
             return [(block + 1) % interval != 0 for block in range(layers)]
         if not isinstance(flags, list) or len(flags) < layers:
-            raise UserError(f"no_rope_layers is {flags!a:.80}, not a list with each block")
+            raise ModelError(f"no_rope_layers is {flags!a:.80}, not a list with each block")
         return [bool(flag) for flag in flags[:layers]]
 
     def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class MiniMaxM2(OddFamily):
         if fraction is not None or columns is None:
             return {}
         if type(columns) is not int or type(size) is not int or size < 1:
-            raise UserError(f"rotary_dim is {columns!a:.80}, not a number of columns")
+            raise ModelError(f"rotary_dim is {columns!a:.80}, not a number of columns")
         return {"rotary_fraction": columns / size}
 
     def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:

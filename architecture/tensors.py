@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from architecture import mixer_stats
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import ModelError
 
 Shape: TypeAlias = tuple[int, ...]
 NAMED = 4  # the most kinds of tensors that a sentence names
@@ -94,7 +94,7 @@ def check_count(found: Mapping[str, Shape], model: ModelShape, where: str) -> No
     A hostile file may give billions of layers: refuse it before a loop lists their tensors.
     """
     if model.layers > len(found):
-        raise UserError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
+        raise ModelError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
 
 
 def check_shapes(found: Mapping[str, Shape], model: ModelShape, where: str) -> None:
@@ -108,7 +108,7 @@ def check_shapes(found: Mapping[str, Shape], model: ModelShape, where: str) -> N
         shape = found.get(name, "missing")
         expected_shape = expected.get(name, "none")
         if shape != expected_shape:
-            raise UserError(f"{where}: {name} is {shape}, its model has {expected_shape}")
+            raise ModelError(f"{where}: {name} is {shape}, its model has {expected_shape}")
 
 
 def canonical_shapes(model: ModelShape) -> dict[str, Shape]:

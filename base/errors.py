@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,21 +85,101 @@ def begin_program() -> None:
 
 
 class UserError(Exception):
-    """An error that the user can correct, with one sentence. status: the program's exit status."""
+    """An error that the user can correct, with one sentence.
+
+    status: the program's exit status. code: the kind of mistake, a word that stays: programs read
+    it, of an object of --json (`answer`), and docs/faults.md lists all. The class itself is for
+    mistakes in options, and in what goes together.
+    """
 
     status = 2
+    code = "option"
+
+    def said(self, sentence: str) -> "UserError":
+        """Return an error of the same kind with another sentence."""
+        other = type(self).__new__(type(self), sentence)
+        vars(other).update(vars(self))
+        return other
+
+
+class FileError(UserError):
+    """A file that is not there, cannot be read or written, or is none of its kind."""
+
+    code = "file"
+
+
+class PackageError(UserError):
+    """A package or a compiler is missing."""
+
+    code = "package"
+
+
+class ModelError(UserError):
+    """A model's preset or config.json cannot be read, or cannot be trained."""
+
+    code = "model"
+
+
+class CorpusError(UserError):
+    """A corpus, its tokenizer, or texts of which one is made."""
+
+    code = "corpus"
+
+
+class CheckpointError(UserError):
+    """A checkpoint, or weights in transformers' format."""
+
+    code = "checkpoint"
+
+
+class LayoutError(UserError):
+    """A layout does not divide the ranks, the model or the batch; or no layout can run."""
+
+    code = "layout"
+
+
+class TooLittleMemory(UserError):
+    """The run needs more memory than there is."""
+
+    code = "memory"
+
+
+class RunError(UserError):
+    """The folder of a run lacks what was asked, or contradicts itself."""
+
+    code = "run"
+
+
+class ProgramError(UserError):
+    """The user's own code: a program or module that check.py reads, or a change of the engine."""
+
+    code = "program"
+
+
+class LossError(UserError):
+    """The run has diverged."""
+
+    code = "loss"
+
+
+class ClusterError(UserError):
+    """Launcher, nodes, GPUs or ports are not as the ranks need them."""
+
+    code = "cluster"
 
 
 class SaveError(UserError):
     """The result of a finished run cannot be saved; status 1, since the options are right."""
 
     status = 1
+    code = "save"
 
 
 class NetworkError(UserError):
     """Ranks cannot reach one another; status 1, since the options are right: try again."""
 
     status = 1
+    code = "network"
 
 
 class NodeError(UserError):
@@ -108,6 +188,8 @@ class NodeError(UserError):
     nodes: the nodes that the supervisor leaves out; perhaps none. kind, ranks: the kind of fault
     and its ranks, for the file that the supervisor reads (OUT/hang/case.json).
     """
+
+    code = "node"
 
     def __init__(
         self,
@@ -150,7 +232,7 @@ def installed(how: str = SET_UP) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        exit_with(UserError(_missing(error, how)))
+        exit_with(PackageError(_missing(error, how)))
     finally:
         gc.freeze()
         if collects:
@@ -165,28 +247,29 @@ def _missing(error: ModuleNotFoundError, how: str) -> str:
 
 
 @contextlib.contextmanager
-def sentences() -> Iterator[None]:
+def sentences(beside: Mapping[str, Any] | None = None) -> Iterator[None]:
     """In a block with a whole program, turn a UserError into one error line and its exit status.
 
     An output that cannot be written is such an error too. If no process reads the output any more
-    (`| head`), nothing is printed.
+    (`| head`), nothing is printed. beside: further keys of the object that `--json` answers with.
     """
     try:
         yield
         sys.stdout.flush()
     except UserError as mistake:
-        exit_with(mistake)
+        exit_with(mistake, beside=beside)
     except OSError as error:
         if error.filename is not None and error.errno in FULL_OR_READ_ONLY:
-            exit_with(UserError(f"cannot write {error.filename}: {error.strerror}"))
+            unwritten = FileError(f"cannot write {error.filename}: {error.strerror}")
+            exit_with(unwritten, beside=beside)
         if error.errno not in NOT_WRITTEN or error.filename is not None:
             raise
         # At its exit Python writes the text that is still buffered, which would fail again: so
         # standard output is led to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         is_read = error.errno != errno.EPIPE  # False: nobody reads the output any more
-        unwritten = UserError(f"cannot write the output: {error.strerror}")
-        exit_with(unwritten, prints=is_read, delay=0.0)
+        unwritten = FileError(f"cannot write the output: {error.strerror}")
+        exit_with(unwritten, prints=is_read, delay=0.0, beside=beside)
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -256,14 +339,29 @@ def leave_end(status: int, error: str = "") -> None:
         os.replace(temporary, path)
 
 
-def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoReturn:
+def answer(error: UserError, beside: Mapping[str, Any] | None = None) -> str:
+    """Return an error as the object that a program reads: error, code, status, and `beside`."""
+    facts = {"error": printable(str(error)), "code": error.code, "status": error.status}
+    return json.dumps(facts | dict(beside or {}))
+
+
+def exit_with(
+    error: UserError,
+    prints: bool = True,
+    delay: float = 1.0,
+    beside: Mapping[str, Any] | None = None,
+) -> NoReturn:
     """Exit with the error's status, after printing the message if `prints`.
 
     If several ranks have the same error, only one prints it. A launcher ends the whole job when a
     rank exits with an error, so the other ranks wait `delay` seconds before they exit, in which the
-    message is printed.
+    message is printed. With --json the `answer` is on standard output too; the option is looked for
+    in the words, since the error may be that they cannot be read.
     """
     if prints:
+        if any(word.partition("=")[0] == "--json" for word in sys.argv[1:]):
+            with contextlib.suppress(OSError):  # the message is still printed, and the status is
+                print(answer(error, beside), flush=True)
         print(f"error: {as_typed(printable(str(error)))}", file=sys.stderr, flush=True)
         leave_end(error.status, str(error))
     else:

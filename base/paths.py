@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from base.errors import UserError
+from base.errors import FileError
 
 
 def check_file(path: str | None) -> None:
@@ -32,7 +32,7 @@ def check_file(path: str | None) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.stat(target)  # OSError if a name is too long
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def dead_link(path: str) -> str:
@@ -52,12 +52,12 @@ def check_folder(flag: str, path: str) -> None:
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     if there := dead_link(folder):
-        raise UserError(f"{flag} {path}: {there}")
+        raise FileError(f"{flag} {path}: {there}")
     try:
         with tempfile.TemporaryFile(dir=folder), contextlib.suppress(FileNotFoundError):
             os.stat(path)  # OSError if a name is too long
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot write in {folder}: {error.strerror}") from None
+        raise FileError(f"{flag} {path}: cannot write in {folder}: {error.strerror}") from None
 
 
 def write_file(path: str | None, contents: str | bytes) -> None:
@@ -83,4 +83,4 @@ def write_file(path: str | None, contents: str | bytes) -> None:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise FileError(f"cannot write {path}: {error.strerror}") from None

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from base.errors import UserError
+from base.errors import CheckpointError
 from base.paths import dead_link
 from checkpointing.file_format import (
     INDEX,
@@ -115,11 +115,11 @@ def read_manifest(folder: str) -> dict[str, Any]:
         with open_regular(path) as file:
             text = file.read(MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
+        raise CheckpointError(
             f"{folder} is not a complete checkpoint: {_what_is_there(folder)}"
         ) from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     try:
         body = json.loads(text)
         body.pop("sha256")
@@ -127,19 +127,19 @@ def read_manifest(folder: str) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         intact = False
     if not intact:
-        raise UserError(f"{path} is damaged: its contents do not match its own checksum")
+        raise CheckpointError(f"{path} is damaged: its contents do not match its own checksum")
     if body.get("version") != VERSION:
         version = f"{body.get('version')!a:.80}"
-        raise UserError(f"{folder} has format version {version}; this code reads {VERSION}")
+        raise CheckpointError(f"{folder} has format version {version}; this code reads {VERSION}")
     files = body.get("files")
     step = body.get("step")
     has_files = isinstance(files, dict) and all(map(_is_entry, files.items()))
     if not _is_count(step) or not has_files:
-        raise UserError(f"{path} does not have a step and files with bytes and crc32")
+        raise CheckpointError(f"{path} does not have a step and files with bytes and crc32")
     if INDEX not in files or not any(map(SHARD.fullmatch, files)):
-        raise UserError(f"{path} lists {len(files)} files; {INDEX} and a shard are needed")
+        raise CheckpointError(f"{path} lists {len(files)} files; {INDEX} and a shard are needed")
     if step_of(folder) not in (-1, step):
-        raise UserError(f"{folder} holds step {step}, not the step of its name")
+        raise CheckpointError(f"{folder} holds step {step}, not the step of its name")
     return body
 
 
@@ -238,7 +238,7 @@ def find_checkpoints(path: str) -> list[str]:
     parent = os.path.join(path, CHECKPOINTS)
     own, of_run = list_checkpoints(path), list_checkpoints(parent)
     if own and of_run:
-        raise UserError(
+        raise CheckpointError(
             f"{path} has checkpoints in two places: {own[0]}, and those of a run, the newest "
             f"{of_run[0]}. Give one of them"
         )
@@ -271,7 +271,7 @@ def refuse_set_aside(parent: str) -> None:
             more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
             found.append(f"{inside[0]} (steps {steps}{more})")
     if found:
-        raise UserError(
+        raise CheckpointError(
             f"{parent} has no checkpoint, but there are some beside it: {'; '.join(found)}. "
             "Give one of these folders, or move them away to begin at step 0"
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import CheckpointError
 from layers.rotary import rotary_frequencies
 
 # A score at most as large as this has no share in a softmax beside scores of ordinary size. GPT-2
@@ -45,7 +45,7 @@ def check_buffers(source: str, slices: dict[str, Any], model: ModelShape) -> Non
     for name in sorted(slices):
         check = _check_by_name(name)
         if check and (problem := check(slices[name][...].float(), model)):
-            raise UserError(
+            raise CheckpointError(
                 f"{source}: {name} {problem}: the weights belong to another model than config.json "
                 "describes, or this tensor is wrong and may be deleted"
             )

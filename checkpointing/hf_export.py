@@ -32,7 +32,7 @@ from architecture import families
 from architecture.families import Family
 from architecture.shape import MIXERS, ModelShape
 from architecture.tensors import canonical_shapes, check_shapes, compare
-from base.errors import UserError
+from base.errors import CheckpointError
 from checkpointing import file_format, hf_mixers, model_record
 from checkpointing.hf_buffers import check_buffers, is_buffer, largest_difference
 from checkpointing.hf_scales import folding
@@ -319,7 +319,7 @@ def _rule_of_router(name: str, theirs: tuple[str, ...], model: ModelShape, initi
 
     def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
         if name.endswith(".bias") and ours.any():
-            raise UserError(
+            raise CheckpointError(
                 f"{name} is not 0: the model was trained with --balance bias, and its family in "
                 "transformers has no bias of experts"
             )
@@ -398,7 +398,7 @@ def hf_config(
     config = families.to_config(model, name, came)
     window = model.window or (record.window if record else None) or None
     if window != families.window(config, "the exported config.json"):
-        raise UserError(
+        raise CheckpointError(
             f"the model has a sliding_window({window}), which is lost as a "
             f"{config['model_type']}: --family {came.get('model_type', 'mistral')} keeps it"
         )
@@ -422,7 +422,7 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
     """
     options, lacks = families.from_config(config, where)
     if lacks:
-        raise UserError(f"{where}: {'; '.join(lacks)}")
+        raise CheckpointError(f"{where}: {'; '.join(lacks)}")
     return make_model(options, where)
 
 
@@ -467,7 +467,7 @@ def export_weights(
         all_rules = _with_copies(all_rules, model, families.FAMILIES[config["model_type"]])
         shapes = index.shapes
         if difference := compare(shapes, model):
-            raise UserError(
+            raise CheckpointError(
                 f"{source} has tensors that no family in transformers has, and without them it is "
                 f"another model: {difference.text()}"
             )
@@ -552,7 +552,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     value = float(tensor[beyond].abs().max())
     limit = torch.finfo(dtype).max
     their_type = str(dtype).removeprefix("torch.")
-    raise UserError(
+    raise CheckpointError(
         f"{int(beyond.sum()):,} of {tensor.numel():,} values of {name} are beyond the largest "
         f"number of {their_type}, {limit:,.6g}; the largest is {value:,.6g}: export without "
         "--dtype, in the checkpoint's own type, or with --dtype bf16"
@@ -576,7 +576,9 @@ def write_tokenizer(record: ModelRecord, folder: str, model: ModelShape) -> None
     if "tokenizer.json" in files:
         size = model_record.vocabulary(files)
         if size > model.vocab_size:
-            raise UserError(f"the tokenizer.json has {size} tokens, the model {model.vocab_size}")
+            raise CheckpointError(
+                f"the tokenizer.json has {size} tokens, the model {model.vocab_size}"
+            )
         files |= model_record.complete_settings(files, record.context_length)
     for name, contents in files.items():
         file_format.write_file(folder, name, contents)
@@ -600,7 +602,9 @@ def import_weights(
     slices, files = _open_tensors(source)
     # A hostile file may give billions of layers: refuse it before `rules` lists their tensors.
     if model.layers > len(slices):
-        raise UserError(f"{source} has {len(slices)} tensors, too few for {model.layers} layers")
+        raise CheckpointError(
+            f"{source} has {len(slices)} tensors, too few for {model.layers} layers"
+        )
     family = families.family_in(config, where)
     lines = list(_notes(source, config, record, where, files))
     model, line = _with_own_head(source, slices, model, family)
@@ -611,7 +615,9 @@ def import_weights(
     check_buffers(source, slices, model)
     types = {tensor.get_dtype() for tensor in tensors.values()}
     if not types <= {"F64", "F32", "F16", "BF16"}:
-        raise UserError(f"{source} has tensors of {', '.join(sorted(types))}; floats are needed")
+        raise CheckpointError(
+            f"{source} has tensors of {', '.join(sorted(types))}; floats are needed"
+        )
     dtype = "float64" if "F64" in types else "float32"
 
     def shape_of(rule: Rule) -> tuple[int, ...]:
@@ -620,7 +626,9 @@ def import_weights(
         try:
             ours = rule.to_ours(*(torch.empty(shape, device="meta") for shape in shapes))
         except (RuntimeError, TypeError):
-            raise UserError(f"{source}: {rule.theirs[0]} has another shape: {shapes}") from None
+            raise CheckpointError(
+                f"{source}: {rule.theirs[0]} has another shape: {shapes}"
+            ) from None
         return tuple(ours.shape)
 
     def tensors_of_trine() -> Iterator[np.ndarray]:
@@ -629,7 +637,7 @@ def import_weights(
             ours = rule.to_ours(*(tensors[name][:] for name in rule.theirs))
             wrong = ours.numel() - int(torch.isfinite(ours).sum())
             if wrong:
-                raise UserError(
+                raise CheckpointError(
                     f"{source}: {wrong:,} of {ours.numel():,} values of {rule.theirs[0]} are not "
                     f"finite: these weights cannot be trained"
                 )
@@ -691,11 +699,13 @@ def _path_in(folder: str, name: str) -> str:
     if os.path.basename(parent) == "snapshots":
         allowed.append(os.path.join(os.path.dirname(parent), "blobs"))
     if os.path.dirname(path) not in allowed:
-        raise UserError(f"{os.path.join(folder, name)} is a link to a file outside the folder")
+        raise CheckpointError(
+            f"{os.path.join(folder, name)} is a link to a file outside the folder"
+        )
     try:
         file_format.open_regular(path).close()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     return path
 
 
@@ -744,7 +754,7 @@ def _with_own_head(
         return model, ""
     shapes = [slices[name].get_shape() for name in (embedding, head)]
     if shapes[0] != shapes[1] or len(shapes[0]) != 2:
-        raise UserError(f"{source}: {embedding} and {head}, tied, have the shapes {shapes}")
+        raise CheckpointError(f"{source}: {embedding} and {head}, tied, have the shapes {shapes}")
     difference = largest_difference(slices[embedding], slices[head])
     if difference == 0:
         del slices[head]
@@ -777,7 +787,7 @@ def _with_predictors(
                 continue
             shapes = [slices[key].get_shape() for key in (found, same)]
             if shapes[0] != shapes[1] or largest_difference(slices[found], slices[same]) != 0:
-                raise UserError(
+                raise CheckpointError(
                     f"{source}: {found} is not {same}: a module of multi-token prediction has the "
                     "embedding and the head of the model here, and none of its own"
                 )
@@ -799,7 +809,7 @@ def _open_tensors(folder: str) -> tuple[dict[str, Any], list[str]]:
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
         valid = [isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in files]
         if not files or not all(valid):
-            raise UserError(f"{folder}/{INDEX} has no weight_map to files of this folder")
+            raise CheckpointError(f"{folder}/{INDEX} has no weight_map to files of this folder")
     files = sorted(set(files))
     slices: dict[str, Any] = {}
     for name in files:
@@ -810,11 +820,11 @@ def _open_tensors(folder: str) -> tuple[dict[str, Any], list[str]]:
             found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise UserError(
+            raise CheckpointError(
                 f"cannot read {path}: {reason}; it begins with {_begin(path)}"
             ) from None
         if twice := sorted(slices.keys() & found.keys()):
-            raise UserError(f"{path} has {twice[0]}, which another file of {folder} has too")
+            raise CheckpointError(f"{path} has {twice[0]}, which another file of {folder} has too")
         slices |= found
     return slices, files
 
@@ -835,7 +845,7 @@ def _check_no_pickles(folder: str) -> None:
         return
     pickled = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
     if pickled:
-        raise UserError(
+        raise CheckpointError(
             f"{folder} has no {SINGLE}, only {', '.join(pickled[:3])}, which are not read here, as "
             "a pickled file may execute anything; transformers converts them: "
             f"AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(NEW_FOLDER), and "
@@ -859,7 +869,7 @@ def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[s
             tensors[name] = slices.pop(name_in_file)
     surplus = sorted(name for name in slices if not is_buffer(name))
     if missing or surplus:
-        raise UserError(
+        raise CheckpointError(
             f"{folder} lacks {len(missing)} tensors of its model {missing[:3]} and has "
             f"{len(surplus)} others {surplus[:3]}"
         )

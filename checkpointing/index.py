@@ -28,7 +28,7 @@ import h5py
 import numpy as np
 
 from architecture import tensors
-from base.errors import UserError
+from base.errors import CheckpointError
 from checkpointing import folders
 from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
 from config.command_line import make_model
@@ -52,7 +52,7 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except _DAMAGE as error:
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"cannot read {path}: {' '.join(text.split())[:200]}") from None
+        raise CheckpointError(f"cannot read {path}: {' '.join(text.split())[:200]}") from None
 
 
 def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
@@ -240,7 +240,7 @@ class Index:
         if not averaged:
             return "weights"
         if EMA not in self.kinds:
-            raise UserError(f"{self.folder} has no average of weights: its run had no --ema")
+            raise CheckpointError(f"{self.folder} has no average of weights: its run had no --ema")
         return EMA
 
     def read_whole(self, kind: str, name: str) -> np.ndarray:
@@ -325,7 +325,7 @@ def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1
     for name in dict.fromkeys([INDEX, *checked_here]):
         problem = folders.find_problem(folder, name, files[name], contents)
         if problem:
-            raise UserError(problem)
+            raise CheckpointError(problem)
     with Index(folder) as index:
         index.check({name: entry["bytes"] for name, entry in files.items()}, rank, size)
         model = make_model(index.attributes("model"), index.path)
@@ -368,6 +368,8 @@ def _check_attributes(index: Index, step: int) -> None:
         wrong.append(("past", data["past"]))
     if wrong:
         name, value = wrong[0]
-        raise UserError(f"{index.path} has {name!a} = {value!a:.80}")
+        raise CheckpointError(f"{index.path} has {name!a} = {value!a:.80}")
     if progress["iteration"] != step:
-        raise UserError(f"{index.path} is of step {progress['iteration']}, its manifest of {step}")
+        raise CheckpointError(
+            f"{index.path} is of step {progress['iteration']}, its manifest of {step}"
+        )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from architecture.shape import ROTARY_OPTIONS
-from base.errors import UserError
+from base.errors import CheckpointError
 from checkpointing import model_record
 from checkpointing.folders import Chosen
 from checkpointing.index import Index
@@ -139,7 +139,7 @@ class Loader:
         both = ", ".join(f"{name} {theirs[name]} against {ours[name]}" for name in different)
         sentence = f"{folder} is of another model than this run's: {both}"
         if not self.run.load_weights_only:
-            raise UserError(sentence)
+            raise CheckpointError(sentence)
         self.print_line(sentence)
 
     def _read_record(self, index: Index, folder: str) -> ModelRecord:
@@ -173,7 +173,7 @@ class Loader:
             if theirs[name] != ours[name]
         ]
         if wrong:
-            raise UserError(f"{folder}: {_list_some(sorted(wrong))}")
+            raise CheckpointError(f"{folder}: {_list_some(sorted(wrong))}")
         missing = sorted(ours.keys() - theirs.keys())
         surplus = sorted(theirs.keys() - ours.keys())
         notes = []
@@ -182,7 +182,7 @@ class Loader:
         if surplus:
             notes.append(f"not in this model: {_list_some(surplus)}")
         if notes and not self.run.load_weights_only:
-            raise UserError(
+            raise CheckpointError(
                 f"{folder} is of a model with other tensors than this run's: {'; '.join(notes)}; "
                 "--load-weights-only begins with the weights that both have"
             )
@@ -197,7 +197,9 @@ class Loader:
         ours = ("weights", *self.optimizer.state_kinds)
         theirs = tuple(index.kinds)
         if set(theirs) <= {"weights", EMA}:
-            raise UserError(f"{folder} holds only weights: --load-weights-only begins with them")
+            raise CheckpointError(
+                f"{folder} holds only weights: --load-weights-only begins with them"
+            )
         if EMA in ours and EMA not in theirs:
             self.print_line(f"{folder} has no average of weights: --ema begins one here")
             ours = tuple(kind for kind in ours if kind != EMA)
@@ -207,7 +209,7 @@ class Loader:
         here = self.optimizer.state_name
         there = index.attributes("optimizer")["kind"]
         if sorted(ours) != sorted(theirs) or here != there:
-            raise UserError(
+            raise CheckpointError(
                 f"{folder} has the state of {there} ({', '.join(theirs[1:])}), this run's "
                 f"optimizer is {here} ({', '.join(ours[1:])}); --load-weights-only loads only the "
                 f"weights"
@@ -225,7 +227,7 @@ class Loader:
         if "muon_qkv" in configuration(index).get("training", {}):
             return
         if self.config.model.experts > 1:
-            raise UserError(
+            raise CheckpointError(
                 f"{folder} is of torch's Muon, which updated routers as matrices; AdamW updates "
                 "them now, and its second moment is not there: --load-weights-only begins with the "
                 "weights"
@@ -326,7 +328,9 @@ def load_weights(stages: nn.ModuleList, index: Index, kind: str = "weights") -> 
         weights = p.data
         if index.shapes.get(spec.name) != spec.shape:
             there = index.shapes.get(spec.name, "missing")
-            raise UserError(f"{index.folder}: {spec.name} is {there} there and {spec.shape} here")
+            raise CheckpointError(
+                f"{index.folder}: {spec.name} is {there} there and {spec.shape} here"
+            )
         box = [(0, size) for size in spec.shape]
         if spec.rows is not None:
             box = list(spec.rows.box(spec.shape, spec.start))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import CheckpointError, UserError
 from checkpointing import model_record
 from checkpointing.folders import folder_name, step_of
 from checkpointing.index import Index
@@ -160,7 +160,7 @@ def _common_model(indices: Sequence[Index], newest: int) -> ModelShape:
             different = [f"{name} {shape} in one of them only" for name, shape in names[:4]]
         if different:
             both = f"{indices[newest].folder} and {index.folder}"
-            raise UserError(f"{both} are of different models: {', '.join(different)}")
+            raise CheckpointError(f"{both} are of different models: {', '.join(different)}")
     return models[newest]
 
 
@@ -179,5 +179,5 @@ def _means(
             mean += share * read(index, name).reshape(-1).astype(np.float64)
         mean /= total
         if wrong := mean.size - int(np.isfinite(mean).sum()):
-            raise UserError(f"{wrong:,} of {mean.size:,} values of {name} are not finite")
+            raise CheckpointError(f"{wrong:,} of {mean.size:,} values of {name} are not finite")
         yield mean.astype(contents.dtype)

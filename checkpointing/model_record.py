@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from architecture import families
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import CheckpointError
 from base.regular_files import open_regular
 from checkpointing import file_format, folders
 from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
@@ -86,7 +86,7 @@ class ModelRecord:
         """
         window = self.limit(model)
         if window is not None and length > window:
-            raise UserError(
+            raise CheckpointError(
                 f"{what} is longer than the sliding_window({window}) of this model, which was "
                 "imported by a version without windows: import it again"
             )
@@ -167,9 +167,9 @@ def _settings(files: dict[str, bytes]) -> dict[str, Any]:
     try:
         value = json.loads(files.get(SETTINGS, b"{}"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{SETTINGS} is not JSON: {error}") from None
+        raise CheckpointError(f"{SETTINGS} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{SETTINGS} holds a {type(value).__name__}, not an object")
+        raise CheckpointError(f"{SETTINGS} holds a {type(value).__name__}, not an object")
     return value
 
 
@@ -252,7 +252,7 @@ def _tokenizer(files: dict[str, bytes]) -> Any:
         return Tokenizer.from_buffer(files["tokenizer.json"])
     except Exception as error:  # the library has no exception of its own
         cause = " ".join(str(error).split())
-        raise UserError(f"cannot read the tokenizer.json: {cause:.200}") from None
+        raise CheckpointError(f"cannot read the tokenizer.json: {cause:.200}") from None
 
 
 def vocabulary(files: dict[str, bytes]) -> int:
@@ -286,9 +286,9 @@ def read_file(path: str, opened: Callable[[str], BinaryIO]) -> bytes:
         with opened(path) as file:
             contents = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if len(contents) > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES:,} bytes")
+        raise CheckpointError(f"{path} has more than {MOST_BYTES:,} bytes")
     return contents
 
 
@@ -381,9 +381,9 @@ def read(folder: str, with_files: bool = True) -> ModelRecord | None:
     generation = values.get("generation")
     length = values.get("context_length")
     if not isinstance(config, dict) or not isinstance(generation, (dict, type(None))):
-        raise UserError(f"{path} does not have a config and a generation")
+        raise CheckpointError(f"{path} does not have a config and a generation")
     if type(length) is not int or length < 1:
-        raise UserError(f"{path} has no context_length that is a number of tokens")
+        raise CheckpointError(f"{path} has no context_length that is a number of tokens")
     families.check_token_ids(config, path)
     families.check_token_ids(generation or {}, path)
     names = [name for name in listed if with_files and is_tokenizer_file(name)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from base.errors import UserError
+from base.errors import CheckpointError, UserError
 from checkpointing import folders
 from checkpointing.file_format import INDEX
 from checkpointing.folders import Chosen
@@ -61,7 +61,7 @@ def _check_other_folder(branch_from: str, parent: str) -> None:
     """
     theirs, ours = os.path.realpath(branch_from), os.path.realpath(parent)
     if theirs in (ours, os.path.dirname(ours)) or os.path.dirname(theirs) == ours:
-        raise UserError(
+        raise CheckpointError(
             f"--branch-from {branch_from} is in the folder of this run, {os.path.dirname(parent)}: "
             "a branch is a run of its own, give another --out"
         )
@@ -111,7 +111,7 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
         for name, value in options.items():
             check_option(name, tuple(value) if isinstance(value, list) else value)
     except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
+        raise CheckpointError(f"{folder}: {error}") from None
     return Inherited(options, model, past, folder, changed_constants(saved), plan)
 
 
@@ -129,7 +129,7 @@ def _branch_past(past: Past, folder: str, branch_from: str, out: str) -> Past:
     )
     if origin is None or os.path.commonpath([theirs, ours]) != ours:
         began = f"a branch of {origin.checkpoint}" if origin else "no branch"
-        raise UserError(
+        raise CheckpointError(
             f"--branch-from {branch_from}, but {out} has checkpoints of a run that is {began}: "
             "give another --out"
         )
@@ -143,7 +143,7 @@ def _read(folder: str) -> tuple[dict[str, Any], Any, Past]:
     """
     manifest = folders.read_manifest(folder)
     if problem := folders.find_problem(folder, INDEX, manifest["files"][INDEX]):
-        raise UserError(problem)
+        raise CheckpointError(problem)
     with Index(folder) as index:
         saved = configuration(index)
         return saved, make_model(index.attributes("model"), index.path), _past(index)
@@ -161,7 +161,7 @@ def configuration(index: Index) -> dict[str, Any]:
         if not all(isinstance(groups.get(name, {}), dict) for name in ("it", *GROUPS)):
             raise ValueError("it is no JSON object of options")
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{index.path} has no configuration: {error}") from None
+        raise CheckpointError(f"{index.path} has no configuration: {error}") from None
     return values
 
 
@@ -171,7 +171,7 @@ def _past(index: Index) -> Past:
     step = progress.get("iteration", 0)
     samples = progress.get("consumed_samples", 0)
     if any(type(count) is not int or count < 0 for count in (step, samples)):
-        raise UserError(f"{index.path} has the progress {step}, {samples}")
+        raise CheckpointError(f"{index.path} has the progress {step}, {samples}")
     skipped = progress.get("skipped_samples", 0)
     tokens = _tokens(index, samples)
     text = index.attributes("data").get("past")
@@ -181,7 +181,7 @@ def _past(index: Index) -> Past:
     try:
         return replace(from_text(str(text), step, samples), tokens=tokens, skipped=skipped)
     except ValueError as error:
-        raise UserError(f"{index.path}: {error}") from None
+        raise CheckpointError(f"{index.path}: {error}") from None
 
 
 def _tokens(index: Index, samples: int) -> int:
@@ -192,7 +192,7 @@ def _tokens(index: Index, samples: int) -> int:
     try:
         return Usage.from_text(str(usage)).tokens
     except ValueError as error:
-        raise UserError(f"{index.path}: {error}") from None
+        raise CheckpointError(f"{index.path}: {error}") from None
 
 
 def _order_of_older(saved: dict[str, Any]) -> tuple[int, ...]:
@@ -233,7 +233,7 @@ def choose(
             listed = {"error": str(error)}
     listed = exchange.agree(listed, lambda values: values[0])
     if "error" in listed:
-        raise UserError(listed["error"])
+        raise CheckpointError(listed["error"])
     problems = []
     damaged = list[str]()
     for folder in listed["folders"]:
@@ -241,12 +241,12 @@ def choose(
         if problem is None:
             return Chosen(folder, tuple(damaged))
         if listed["folders"] == [run.resume]:  # the user named this checkpoint
-            raise UserError(problem)
+            raise CheckpointError(problem)
         problems.append(problem)
         damaged.append(os.path.basename(folder))
         print_line(f"{os.path.basename(folder)} cannot be loaded: {problem}")
     if problems:
-        raise UserError(f"nothing to resume from: {'; '.join(problems)}")
+        raise CheckpointError(f"nothing to resume from: {'; '.join(problems)}")
     return Chosen(None)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from base.errors import NO_ROOM, SaveError, UserError
+from base.errors import NO_ROOM, CheckpointError, SaveError, UserError
 from checkpointing import folders, model_record
 from checkpointing.after_save import AfterSave
 from checkpointing.file_format import Attributes
@@ -134,7 +134,7 @@ class Checkpointer:
             unfinished = folders.remove_leftovers(self.parent)
         except OSError as error:
             problem = error.strerror or error
-            raise UserError(f"cannot write in {self.parent}: {problem}") from None
+            raise CheckpointError(f"cannot write in {self.parent}: {problem}") from None
         if unfinished:
             self.print_line(f"removed {len(unfinished)} unfinished checkpoints from {self.parent}")
 

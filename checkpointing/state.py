@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from architecture import model_stats
-from base.errors import UserError
+from base.errors import CheckpointError, UserError
 from config.schema import EMA, Config
 from corpora.usage import Usage
 from data import Samples
@@ -97,7 +97,9 @@ def global_tensors(
         for tensors in of_ranks:
             for name, facts in tensors.items():
                 if name in found and not (facts[2] and found[name][2]):
-                    raise UserError(f"two stages have a parameter {name}: name it by its block")
+                    raise CheckpointError(
+                        f"two stages have a parameter {name}: name it by its block"
+                    )
                 found[name] = facts
         return found
 
@@ -263,7 +265,7 @@ def check_begin(config: Config, done: Progress) -> None:
     """
     begin = config.run.begin_at_samples
     if done.consumed_samples < begin:
-        raise UserError(
+        raise CheckpointError(
             f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
             f"{done.consumed_samples} samples: use the layout of the stage before"
         )

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import CheckpointError
 from checkpointing import file_format, folders
 from checkpointing.file_format import Shape
 from checkpointing.model_record import ModelRecord
@@ -107,19 +107,19 @@ def new_folder(target: str) -> Iterator[str]:
     target = target.rstrip("/")
     partial = target + ".partial"
     if os.path.exists(target):
-        raise UserError(f"{target} exists: name a new folder")
+        raise CheckpointError(f"{target} exists: name a new folder")
     try:
         os.makedirs(partial)
     except FileExistsError:
         why = "another process writes it, or was killed, then remove it"
-        raise UserError(f"{partial} exists: {why}") from None
+        raise CheckpointError(f"{partial} exists: {why}") from None
     except OSError as error:
-        raise UserError(f"cannot write {partial}: {error.strerror}") from None
+        raise CheckpointError(f"cannot write {partial}: {error.strerror}") from None
     try:
         yield partial
         os.rename(partial, target)
     except (OSError, SafetensorError) as error:
         cause = " ".join((getattr(error, "strerror", None) or str(error)).split())
-        raise UserError(f"cannot write {target}: {cause}") from None
+        raise CheckpointError(f"cannot write {target}: {cause}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

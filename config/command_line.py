@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from architecture.shape import ModelShape
 from base.cli import Parser, check_decoded, number, whole_number
-from base.errors import UserError, nearest, printable
+from base.errors import FileError, ModelError, UserError, nearest, printable
 from base.options import as_typed
 from base.regular_files import open_regular
 from config import phases, run_lengths
@@ -84,12 +84,12 @@ def make_model(values: dict[str, Any], where: str) -> ModelShape:
     """Return the model with these fields; UserError, which names `where`, if a field is wrong."""
     unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(ModelShape)})
     if unknown:
-        raise UserError(f"{where} has unknown fields of a model: {unknown!a:.80}")
+        raise ModelError(f"{where} has unknown fields of a model: {unknown!a:.80}")
     try:
         model = build(values).model
         check_shape(model)
     except UserError as error:
-        raise UserError(f"{where}: {' '.join(str(error).split()):.300}") from None
+        raise ModelError(f"{where}: {' '.join(str(error).split()):.300}") from None
     return model
 
 
@@ -505,7 +505,7 @@ def build(
         if lacks is not None:
             lacks += untrained
         elif untrained:
-            raise UserError(f"--model {values['model']}: {'; '.join(untrained)}")
+            raise ModelError(f"--model {values['model']}: {'; '.join(untrained)}")
     for group, cls in GROUPS.items():
         options = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         groups[group] = reshape(base, options) if group == "model" and base else cls(**options)
@@ -637,7 +637,7 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
             raise UserError(f"{name} is not TOML: it has more than {MOST_BYTES:,} bytes")
         return tomllib.loads(text.decode())
     except OSError as error:
-        raise UserError(f"cannot read {name}: {error.strerror}") from None
+        raise FileError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name} is not TOML: line {line} is not UTF-8") from None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from architecture.families import read_object
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from config.phases import prefixes_of
 from config.run_options import parse_eval_sets
 from config.schema import Config
@@ -50,14 +50,16 @@ def from_facts(value: Any, where: str) -> CorpusRecord:
     facts = value if isinstance(value, dict) else {"begin": None}
     begin, end = facts.get("begin", []), facts.get("end", "")
     if not isinstance(begin, list) or not all(isinstance(word, str) for word in [*begin, end]):
-        raise UserError(f"{where}: documents has no begin and end that are tokens")
+        raise CorpusError(f"{where}: documents has no begin and end that are tokens")
     for name in ("end_id", "largest_id"):
         number = facts.get(name, 0)
         if type(number) is not int or not 0 <= number < 2**31:
-            raise UserError(f"{where}: documents has {name} {number!r:.40}, which is no id")
+            raise CorpusError(f"{where}: documents has {name} {number!r:.40}, which is no id")
     if facts.get("special_tokens", TEXT) not in (TEXT, IDS):
         form = facts["special_tokens"]
-        raise UserError(f"{where}: documents has special_tokens {form!r:.40}, not {TEXT} or {IDS}")
+        raise CorpusError(
+            f"{where}: documents has special_tokens {form!r:.40}, not {TEXT} or {IDS}"
+        )
     known = {name: facts[name] for name in CorpusRecord.__dataclass_fields__ if name in facts}
     return CorpusRecord(**known | {"begin": tuple(begin) if "begin" in facts else None})
 
@@ -172,5 +174,5 @@ def with_end_token(config: Config) -> tuple[Config, list[str]]:
             raise UserError(f"--eod-token {end}, but {differ}: give that one, or leave it out")
         else:
             both = f"documents of {first} end with the token {end}, {differ}"
-            raise UserError(f"{both}: masks of documents need one token; prepare them alike")
+            raise CorpusError(f"{both}: masks of documents need one token; prepare them alike")
     return config, notes

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from architecture import families
 from architecture.shape import ModelShape
 from base.cli import Parser
-from base.errors import UserError, nearest
+from base.errors import ModelError, UserError, nearest
 from config import batch_schedule
 from config.past import Past
 from config.run_lengths import has_end
@@ -364,10 +364,10 @@ def preset(name: str) -> ModelShape:
     if key not in PRESETS:
         for begin, missing in MISSING.items():
             if key.startswith(begin):
-                raise UserError(f"{name!r} cannot be expressed here: it has {missing}")
+                raise ModelError(f"{name!r} cannot be expressed here: it has {missing}")
         hint = nearest(key, list(PRESETS), 0.5, most=3) or "; train.py --help model lists them"
         no_file = ", and there is no such file" if "/" in name else ""
-        raise UserError(f"no preset is called {name!r}{no_file}{hint}")
+        raise ModelError(f"no preset is called {name!r}{no_file}{hint}")
     return PRESETS[key]
 
 

@@ -15,7 +15,7 @@ from architecture.multipliers import OF_MIXER, multipliers_of
 from architecture.mup import check_mup
 from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ROTARY_OPTIONS, ModelShape
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from base.options import Needs, as_typed
 from config.optimizers import OPTIMIZERS
 from config.phases import prefixes_of
@@ -91,9 +91,9 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
             how = {"ranks": f"start {replica} ranks, as with mpirun -n {replica}"}
             start = f": {how.get(name, f'give --gpus {replica}')}"
         counted = f"{ranks} {name if ranks != 1 else name.removesuffix('s')}"
-        raise UserError(f"{product} * dp(?) does not divide {counted}{start}")
+        raise LayoutError(f"{product} * dp(?) does not divide {counted}{start}")
     if dp is not None and replica * dp != ranks:
-        raise UserError(f"{product} * dp({dp}) = {replica * dp} is not {ranks} {name}")
+        raise LayoutError(f"{product} * dp({dp}) = {replica * dp} is not {ranks} {name}")
     return dataclasses.replace(layout, dp=ranks // replica)
 
 
@@ -228,22 +228,22 @@ def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tp, or cp with --cp-mixer heads, cannot divide the heads of a mixer."""
     if model.mixer == "attention":
         if layout.cp_mixer == "heads":
-            raise UserError("--cp-mixer heads is of blocks with a mixer, but mixer is attention")
+            raise LayoutError("--cp-mixer heads is of blocks with a mixer, but mixer is attention")
         return
     tp, heads, name = layout.tp, model.mixer_key_heads, "mixer_key_heads"
     if model.mixer == "short_conv":
         heads, name = model.hidden, "hidden"
     if model.mixer == "mamba2":
         if model.mixer_value_heads % tp:
-            raise UserError(
+            raise LayoutError(
                 f"tp({tp}) does not divide mixer_value_heads({model.mixer_value_heads})"
             )
         if heads % tp and tp % heads:
-            raise UserError(f"tp({tp}) does not divide {name}({heads}), nor the other way round")
+            raise LayoutError(f"tp({tp}) does not divide {name}({heads}), nor the other way round")
     elif heads % tp:
-        raise UserError(f"tp({tp}) does not divide {name}({heads})")
+        raise LayoutError(f"tp({tp}) does not divide {name}({heads})")
     if layout.cp_mixer == "heads" and heads % (tp * layout.cp):
-        raise UserError(
+        raise LayoutError(
             f"--cp-mixer heads: tp({tp}) * cp({layout.cp}) does not divide {name}({heads}); "
             "--cp-mixer states takes any number"
         )
@@ -287,7 +287,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
         sizes["ffn-hidden"] = model.ffn_hidden
     for name, size in sizes.items():
         if size % layout.tp:
-            raise UserError(f"tp({layout.tp}) does not divide {name}({size})")
+            raise LayoutError(f"tp({layout.tp}) does not divide {name}({size})")
     if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
         both = f"tp({layout.tp}) does not divide kv-heads({model.kv_heads})"
         raise UserError(f"{both}, nor the other way round")
@@ -297,7 +297,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
     _check_experts(model, layout)
     if layout.stages > model.layers + 2:
         product = f"pp({layout.pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
-        raise UserError(
+        raise LayoutError(
             f"{product} is more stages than there are parts to place: "
             f"{model.layers} blocks + embedding + head = {model.layers + 2}"
         )
@@ -365,17 +365,17 @@ def _check_expert_ranks(model: ModelShape, layout: Layout) -> None:
     ep = layout.ep or 1
     ranks = (layout.dp or 1) * layout.cp * layout.tp
     if model.experts % ep:
-        raise UserError(f"ep({ep}) does not divide experts({model.experts})")
+        raise LayoutError(f"ep({ep}) does not divide experts({model.experts})")
     if layout.dp is not None and ranks % ep:
         axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
-        raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
+        raise LayoutError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
     # tp does not cut experts. It cuts the MLP that all tokens share and MLPs in place of experts.
     widths = {"shared_ffn_hidden": model.shared_ffn_hidden}
     if not all(map(model.has_experts, range(model.layers))):
         widths["ffn-hidden"] = model.ffn_hidden
     for name, width in widths.items():
         if width % layout.tp:
-            raise UserError(f"tp({layout.tp}) does not divide {name}({width})")
+            raise LayoutError(f"tp({layout.tp}) does not divide {name}({width})")
 
 
 def _check_trainable(model: ModelShape) -> None:
@@ -394,7 +394,7 @@ def _check_trainable(model: ModelShape) -> None:
 def check_cut(layout: Layout, length: int, when: str = "") -> None:
     """Raise UserError if ranks cannot divide a sample of `length` tokens; when: its end."""
     if product := _uncut(layout, length):
-        raise UserError(f"{product} does not divide seq-length({length}){when}")
+        raise LayoutError(f"{product} does not divide seq-length({length}){when}")
 
 
 def _uncut(layout: Layout, length: int) -> str:
@@ -413,9 +413,9 @@ def _check_schedule(layout: Layout) -> None:
     name = layout.schedule
     virtual = layout.virtual_stages
     if layout.pp == 1 and (layout.splits_backward or layout.stages_per_rank > 1):
-        raise UserError(f"--schedule {name} needs a pipeline: pp is {layout.pp}")
+        raise LayoutError(f"--schedule {name} needs a pipeline: pp is {layout.pp}")
     if virtual is not None and name != "interleaved":
-        raise UserError(
+        raise LayoutError(
             f"--virtual-stages {virtual} needs --schedule interleaved, not {name}, which has "
             f"{layout.stages_per_rank} on each rank"
         )
@@ -425,7 +425,7 @@ def _check_auto(layout: Layout) -> None:
     """Raise UserError if options of --schedule auto do not go with the schedule."""
     name = layout.schedule
     if name == "auto" and layout.recompute_blocks is not None:
-        raise UserError(
+        raise LayoutError(
             f"recompute_blocks {layout.recompute_blocks} is about given stages, and --schedule "
             "auto chooses them: give --recompute-layers, or a schedule with a name"
         )
@@ -437,16 +437,18 @@ def _check_recomputed(layout: Layout) -> None:
     text = layout.recompute_blocks
     given = f"--recompute-layers {number}" if text is None else f"recompute_blocks {text}"
     if layout.recompute == "none" and (number is not None or text is not None):
-        raise UserError(f"{given} needs --recompute selective or full")
+        raise LayoutError(f"{given} needs --recompute selective or full")
     if text is None:
         return
     if number is not None:
-        raise UserError(f"give --recompute-layers({number}) or recompute_blocks({text}), not both")
+        raise LayoutError(
+            f"give --recompute-layers({number}) or recompute_blocks({text}), not both"
+        )
     count = len(text.split(","))
     if not all(part.isdecimal() for part in text.split(",")):
-        raise UserError(f"recompute_blocks is a list like 3,2,1,0, not {text!r}")
+        raise LayoutError(f"recompute_blocks is a list like 3,2,1,0, not {text!r}")
     if count != layout.stages:
-        raise UserError(f"{given} has {count} stages, but the layout has {layout.stages}")
+        raise LayoutError(f"{given} has {count} stages, but the layout has {layout.stages}")
 
 
 def _check_recomputed_counts(layout: Layout, layers: int) -> None:
@@ -454,16 +456,18 @@ def _check_recomputed_counts(layout: Layout, layers: int) -> None:
     number = layout.recompute_layers
     counts = layout.recomputed_of_stage
     if number is not None and number > layers:
-        raise UserError(f"--recompute-layers {number} is more than the model has: layers({layers})")
+        raise LayoutError(
+            f"--recompute-layers {number} is more than the model has: layers({layers})"
+        )
     if counts is None:
         return
     given = f"recompute_blocks {layout.recompute_blocks}"
     if sum(counts) > layers:
-        raise UserError(f"{given} recomputes {sum(counts)} blocks, but layers is {layers}")
+        raise LayoutError(f"{given} recomputes {sum(counts)} blocks, but layers is {layers}")
     for stage, blocks in enumerate(explicit_partition(layout, layers) or ()):
         if counts[stage] > blocks:
             there = f"--partition {layout.partition} places {blocks} there"
-            raise UserError(f"{given} recomputes {counts[stage]} of stage {stage}, but {there}")
+            raise LayoutError(f"{given} recomputes {counts[stage]} of stage {stage}, but {there}")
 
 
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
@@ -477,16 +481,16 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
     try:
         blocks = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(
+        raise LayoutError(
             f"--partition is balanced, blocks, layers or a list like 3,4,4,3, not {text!r}"
         ) from None
     if len(blocks) != layout.stages:
         ranks = f"pp is {layout.pp}"
         if layout.stages_per_rank > 1:
             ranks += f", each with {layout.stages_per_rank} stages"
-        raise UserError(f"--partition {text} has {len(blocks)} stages, but {ranks}")
+        raise LayoutError(f"--partition {text} has {len(blocks)} stages, but {ranks}")
     if min(blocks) < 0 or sum(blocks) != layers:
-        raise UserError(f"--partition {text} places {sum(blocks)} blocks, but layers is {layers}")
+        raise LayoutError(f"--partition {text} places {sum(blocks)} blocks, but layers is {layers}")
     return blocks
 
 
@@ -498,7 +502,7 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
     micro = layout.micro_batch_size
     dp = layout.dp
     if samples % (micro * dp):
-        raise UserError(
+        raise LayoutError(
             f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} does not divide "
             f"{name}({samples}){when}"
         )
@@ -551,7 +555,7 @@ def check_joint_matrices(model: ModelShape, layout: Layout, training: Training) 
     """Raise UserError if Muon is to update q, k and v as one matrix that tensor ranks repeat."""
     joint = training.optimizer == "muon" and training.muon_qkv == "joint"
     if joint and layout.kv_copies(model) > 1:
-        raise UserError(
+        raise LayoutError(
             f"muon_qkv joint updates q, k and v as one matrix, but with kv-heads({model.kv_heads}) "
             f"and tp({layout.tp}) ranks hold k and v apart from q, as copies: use muon_qkv "
             f"projection, or --tp {model.kv_heads}"
@@ -563,35 +567,35 @@ def check_sharding(layout: Layout, training: Training) -> None:
     name = training.optimizer
     zero = layout.zero
     if zero == 3 and layout.pp > 1:
-        raise UserError(
+        raise LayoutError(
             f"--zero 3 gathers the weights for every micro-batch, so it needs pp(1), not "
             f"pp({layout.pp}); use --zero 2 with a pipeline"
         )
     if zero == 3 and name == "muon":
-        raise UserError(
+        raise LayoutError(
             "--zero 3 leaves the shards of weights to torch's FSDP, but --optimizer muon finds the "
             "parts of a matrix in the buffers of --zero 0, 1 and 2: use one of these"
         )
     if zero == 3 and not OPTIMIZERS[name].elementwise:
         elementwise = ", ".join(n for n, traits in OPTIMIZERS.items() if traits.elementwise)
-        raise UserError(f"--zero 3 takes --optimizer {elementwise}, not {name}")
+        raise LayoutError(f"--zero 3 takes --optimizer {elementwise}, not {name}")
     whole = f"--optimizer {name} needs whole matrices"
     if name == "adafactor" and layout.tp > 1:
-        raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
+        raise LayoutError(f"{whole}, but tp({layout.tp}) cuts them")
     if name == "adafactor" and zero == 2:
-        raise UserError(f"{whole}: use --zero 0 or 1, not 2")
+        raise LayoutError(f"{whole}: use --zero 0 or 1, not 2")
     if training.muon_adamw_lr is not None and training.lr == 0:
         raise UserError(
             f"muon-adamw-lr({training.muon_adamw_lr:g}) follows the schedule of lr, which is 0"
         )
     if layout.overlap_param_gather and zero not in (1, 2):
-        raise UserError(f"overlap_param_gather needs --zero 1 or 2, not {zero}")
+        raise LayoutError(f"overlap_param_gather needs --zero 1 or 2, not {zero}")
     for name, is_default in (
         ("sync_each_batch", layout.sync_each_batch),
         ("reshard_after_forward", layout.reshard_after_forward),
     ):
         if not is_default and zero != 3:
-            raise UserError(f"{name} false needs --zero 3, not {zero}")
+            raise LayoutError(f"{name} false needs --zero 3, not {zero}")
     _check_recomputed(layout)
 
 
@@ -718,16 +722,18 @@ def _check_audits(config: Config) -> None:
     layout = config.layout
     given = f"--audit-every {config.run.audit_every}"
     if layout.dp == 1:
-        raise UserError(f"{given} compares data-parallel replicas, two or more: dp is {layout.dp}")
+        raise LayoutError(
+            f"{given} compares data-parallel replicas, two or more: dp is {layout.dp}"
+        )
     if layout.zero == 3:
-        raise UserError(f"{given} needs whole replicas of the weights: --zero 0, 1 or 2, not 3")
+        raise LayoutError(f"{given} needs whole replicas of the weights: --zero 0, 1 or 2, not 3")
     if config.run.compile:
         raise UserError(f"{given} takes no --compile: it examines each matmul that torch starts")
     if config.run.routing_file:
         raise UserError(f"{given} takes no --record-routing and no --pin-routing")
     ep = layout.ep or 1
     if layout.tp * layout.cp % ep:
-        raise UserError(
+        raise LayoutError(
             f"{given}: a replica must have all experts, but ep({ep}) does not divide "
             f"tp({layout.tp}) * cp({layout.cp})"
         )

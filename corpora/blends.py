@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from corpora.mapped_files import ArrayCache, CachedArrays
 from corpora.sample_order import Continued, GPTSamples, TextSpan
 
@@ -142,7 +142,7 @@ class Blend:
         for part, taken in zip(parts, order.taken * self._epochs(num_samples)):
             if taken > len(part):
                 asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
-                raise UserError(f"{asked}, which has {len(part)}")
+                raise CorpusError(f"{asked}, which has {len(part)}")
 
     def __len__(self) -> int:
         return self.num_samples
@@ -238,9 +238,9 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
     flag = f"--data {' '.join(words)}"
     has_number_as_prefix = any(number is not None for number in at_prefixes)
     if 2 * len(weights) != len(words) or has_number_as_prefix:
-        raise UserError(f"{flag}: give a weight before every prefix, or before none")
+        raise CorpusError(f"{flag}: give a weight before every prefix, or before none")
     if not all(0 < weight < math.inf for weight in weights):
-        raise UserError(f"{flag}: weights must be positive numbers")
+        raise CorpusError(f"{flag}: weights must be positive numbers")
     return prefixes, weights
 
 

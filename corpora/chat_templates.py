@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from base.errors import UserError
+from base.errors import CorpusError
 from base.module_program import module_program
 
 SECONDS = 5  # of a core, for a conversation
@@ -103,7 +103,7 @@ class ChatTemplate:
         try:
             line = json.dumps(request).encode() + b"\n"
         except RecursionError:
-            raise UserError("the conversation is nested too deeply") from None
+            raise CorpusError("the conversation is nested too deeply") from None
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -114,10 +114,10 @@ class ChatTemplate:
         except BrokenPipeError:
             answer = b""
         if not answer.endswith(b"\n"):
-            raise UserError(self._death(len(messages)))
+            raise CorpusError(self._death(len(messages)))
         found = json.loads(answer)
         if isinstance(found, str):
-            raise UserError(found)
+            raise CorpusError(found)
         text, spans = found
         return text, [(begin, end) for begin, end in spans]
 

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from base.cli import check_decoded
-from base.errors import UserError
+from base.errors import CorpusError
 from corpora.chat_templates import ChatTemplate
 from corpora.text import Text
 
@@ -93,5 +93,5 @@ class Lines:
         except queue.Empty:
             return None
         if line == END_OF_INPUT and self._failed is not None:
-            raise UserError(f"cannot read the standard input: {self._failed}")
+            raise CorpusError(f"cannot read the standard input: {self._failed}")
         return line

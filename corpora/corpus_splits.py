@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from config.run_options import parse_eval_sets
 from config.schema import Config
 from config.timeline import Timeline
@@ -125,7 +125,7 @@ class Corpora:
                 place = os.path.realpath(f"{prefix}.bin")
                 if places.setdefault(place, prefix) != prefix:
                     both = f"{places[place]} and {prefix} of --phases are the same corpus"
-                    raise UserError(f"{both}, {place}: write it in one way, to read it as one")
+                    raise CorpusError(f"{both}, {place}: write it in one way, to read it as one")
                 if prefix not in streams:
                     before = earlier.get(prefix, [])
                     read = taken[prefix] if before else 0
@@ -186,7 +186,7 @@ class Corpora:
             ) from None
         except MemoryError:
             name = f"{max(requests):,} {SPLITS[number]} samples"
-            raise UserError(f"no memory for the order of {name}") from None
+            raise CorpusError(f"no memory for the order of {name}") from None
 
     def _advice(self, number: int) -> str:
         """Return the first of OTHER_SPLITS that gives the run's splits a sample of each corpus.

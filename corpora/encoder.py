@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from tokenizers import Encoding, Tokenizer
 
-from base.errors import UserError
+from base.errors import CorpusError
 from config.corpus_record import TEXT, CorpusRecord
 from corpora.special_tokens import NameCounts, Names, tokenizer_of_texts
 from corpora.tokenizer_files import Settings
@@ -64,7 +64,7 @@ class Encoder:
         self.end_token = next((e for e in ends if e and tokenizer.token_to_id(e) is not None), None)
         self.end = None if self.end_token is None else tokenizer.token_to_id(self.end_token)
         if needed and self.end is None:
-            raise UserError(f"{name} has no token {needed!r}; name its --end-token")
+            raise CorpusError(f"{name} has no token {needed!r}; name its --end-token")
         if documents.begin is not None:
             self.begin = self._ids(documents.begin, name)
         elif settings.of_corpus:
@@ -86,7 +86,7 @@ class Encoder:
         for token in tokens:
             found = self.tokenizer.token_to_id(token)
             if found is None:
-                raise UserError(f"{name} has no token {token!r}, with which its documents begin")
+                raise CorpusError(f"{name} has no token {token!r}, with which its documents begin")
             ids.append(found)
         return ids
 
@@ -113,7 +113,7 @@ class Encoder:
         encodings = self.text_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         found = [encoding.ids for encoding in encodings]
         if any(self.end in ids for ids in found):
-            raise UserError(
+            raise CorpusError(
                 f"{self.end_token!r} ends a document, and the tokenizer makes it from texts too: "
                 "name another --end-token"
             )

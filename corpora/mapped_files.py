@@ -34,7 +34,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from base.regular_files import open_regular
 
 FORMAT = 2  # the version of an entry's format: entries of another version are not used
@@ -83,7 +83,7 @@ class MappedFile:
         """
         if self._map is not None and self._map.size() < self.size:
             now = f"it has {self._map.size()} bytes and had {self.size}"
-            raise UserError(f"{self.path} was cut short while the run reads it: {now}")
+            raise CorpusError(f"{self.path} was cut short while the run reads it: {now}")
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -177,7 +177,7 @@ class ArrayCache:
         except OSError as error:
             raise self._unusable(error) from None
         if reason:
-            raise UserError(
+            raise CorpusError(
                 f"--cache: {folder} {reason}, so that others could order the samples: remove it, "
                 f"or name another folder, or give --cache none"
             )
@@ -210,7 +210,7 @@ class ArrayCache:
         except OSError as error:
             raise self._unusable(error) from None
         if found is None:
-            raise UserError(f"{path} was removed or changed while this run wrote it")
+            raise CorpusError(f"{path} was removed or changed while this run wrote it")
         return replace(found, built=True)
 
     @contextlib.contextmanager
@@ -242,7 +242,7 @@ class ArrayCache:
         error: the system's error, as on a full disk or a file system without locks.
         """
         cause = error.strerror or error
-        return UserError(
+        return CorpusError(
             f"--cache {self.folder}: cannot store the order of samples ({cause}): name a "
             f"folder of this node with room and file locks, or --cache none"
         )

@@ -6,7 +6,7 @@ repeated(readings, plan)              only the notes: corpora that are read too 
 
 from dataclasses import dataclass
 
-from base.errors import UserError
+from base.errors import CorpusError
 from config.phases import PhasePlan, PlacedPhase
 from config.schema import Config
 from config.timeline import Timeline
@@ -70,7 +70,9 @@ def table(config: Config) -> list[str]:
     """Return the lines of `scripts/corpus.py order`; UserError if the run has no phases."""
     timeline = Timeline(config)
     if not timeline.phases:
-        raise UserError("order shows the phases of a run: give --phases FILE, or a run with phases")
+        raise CorpusError(
+            "order shows the phases of a run: give --phases FILE, or a run with phases"
+        )
     found = readings(config)
     total = timeline.tokens_at(timeline.total_samples)
     lines = [f"{timeline.total_steps} steps, {total:,} tokens, {timeline.total_samples:,} samples"]

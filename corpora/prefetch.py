@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.errors import UserError
+from base.errors import CorpusError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
 from corpora.streams import PhasedSamples
@@ -167,7 +167,7 @@ class Prefetcher:
                 raise
             file = samples.file_of(read.sample)
             late = f"tokens of sample {read.sample} have not arrived within {self.seconds:g} s"
-            raise UserError(f"{late} from {file}: does its file system answer?") from None
+            raise CorpusError(f"{late} from {file}: does its file system answer?") from None
         return read.rows
 
     def _fill(self, samples: Readable) -> None:

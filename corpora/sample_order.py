@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from config.run_options import EvalSet, parse_eval_sets
 from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDataset, check_pair
@@ -32,7 +32,7 @@ BLOCK = 1 << 16  # sequences that are handled at once: temporary arrays fit into
 SPLITS = ("train", "validation", "test")
 
 
-class TooFewTokens(UserError):
+class TooFewTokens(CorpusError):
     """Raised if a split of a corpus has too few tokens for a single sample."""
 
 
@@ -204,7 +204,7 @@ def refuse_ids(dataset: IndexedDataset, spans: list[TextSpan], limit: int) -> No
         if len(bad):
             where = f"{prefix}: token {offset + bad[0]} of sequence {sequence}"
             problem = f"has id {ids[bad[0]]}, but vocab-size is {limit}"
-            raise UserError(f"{where} (document {document}) {problem}")
+            raise CorpusError(f"{where} (document {document}) {problem}")
 
 
 class Continued:
@@ -282,7 +282,7 @@ def eval_samples(asked: EvalSet, tokens: int, seq_length: int) -> tuple[int, int
     count = asked.samples or available
     if count > available:
         wanted = f"--eval-data {asked.name} asks for {count} samples"
-        raise UserError(f"{wanted}, {asked.prefix} has {available} of {seq_length} tokens")
+        raise CorpusError(f"{wanted}, {asked.prefix} has {available} of {seq_length} tokens")
     return count, available
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from base.errors import UserError
+from base.errors import CorpusError
 from config.corpus_record import TEXT
 
 # Before a piece of a vocabulary that no text may be cut into: no text has this character.
@@ -56,7 +56,7 @@ def tokenizer_of_texts(tokenizer: Tokenizer, special_tokens: str, end: str | Non
     copy.encode_special_tokens = True
     for token in kept:
         if copy.token_to_id(token["content"]) != token["id"]:
-            raise UserError(f"the tokenizer's added token {token['content']!r} has no fixed id")
+            raise CorpusError(f"the tokenizer's added token {token['content']!r} has no fixed id")
     return copy
 
 

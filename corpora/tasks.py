@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from config.run_options import TaskFile, parse_task_files
 from config.schema import Config
 from corpora.objectives import NO_TARGET
@@ -127,13 +127,13 @@ def read_rows(file: TaskFile) -> list[Choices]:
                 try:
                     rows.append(_row(place, found))
                 except UserError as mistake:
-                    raise UserError(f"{place} {mistake}") from None
+                    raise CorpusError(f"{place} {mistake}") from None
     except OSError as error:
-        raise UserError(f"--eval-tasks: cannot read {path}: {error.strerror}") from None
+        raise CorpusError(f"--eval-tasks: cannot read {path}: {error.strerror}") from None
     if not rows:
-        raise UserError(f"--eval-tasks: {path} has no row")
+        raise CorpusError(f"--eval-tasks: {path} has no row")
     if file.rows is not None and len(rows) < file.rows:
-        raise UserError(
+        raise CorpusError(
             f"--eval-tasks {file.name} asks for {file.rows} rows, {path} has {len(rows)}"
         )
     return rows
@@ -158,12 +158,12 @@ def _row(place: str, found: dict[str, Any]) -> Choices:
 def _pairs_of(context: Any, continuations: Any) -> tuple[tuple[str, str], ...]:
     """Return the pairs of the first form of a row."""
     if not _are_texts(continuations) or not continuations:
-        raise UserError('has no list of texts as "continuations"')
+        raise CorpusError('has no list of texts as "continuations"')
     contexts = [context] * len(continuations) if isinstance(context, str) else context
     if not _are_texts(contexts):
-        raise UserError('has no "context" that is a text, or a list of texts')
+        raise CorpusError('has no "context" that is a text, or a list of texts')
     if len(contexts) != len(continuations):
-        raise UserError(f"has {len(contexts)} contexts for {len(continuations)} continuations")
+        raise CorpusError(f"has {len(contexts)} contexts for {len(continuations)} continuations")
     return tuple(zip(contexts, continuations, strict=True))
 
 
@@ -171,14 +171,14 @@ def _arguments_of(arguments: Any) -> tuple[tuple[str, str], ...]:
     """Return the pairs in the "arguments" of lm_eval: {"gen_args_0": {"arg_0": ...}} or a list."""
     listed = list(arguments.values()) if isinstance(arguments, dict) else arguments
     if not isinstance(listed, list) or not listed:
-        raise UserError('has no pairs of a context and a continuation as "arguments"')
+        raise CorpusError('has no pairs of a context and a continuation as "arguments"')
     pairs = []
     for entry in listed:
         pair = list(entry.values()) if isinstance(entry, dict) else entry
         if isinstance(pair, list) and len(pair) == 1 and _are_texts(pair):
-            raise UserError("scores a whole text: prepare a corpus of it, for --eval-data")
+            raise CorpusError("scores a whole text: prepare a corpus of it, for --eval-data")
         if not isinstance(pair, list) or len(pair) != 2 or not _are_texts(pair):
-            raise UserError("is of a task that generates text, or has no pairs of texts")
+            raise CorpusError("is of a task that generates text, or has no pairs of texts")
         pairs.append((pair[0], pair[1]))
     return tuple(pairs)
 
@@ -193,16 +193,16 @@ def _answers_of(answer: Any, pairs: Sequence[tuple[str, str]]) -> tuple[int, ...
         same = _with_text(answer, pairs)
         if len(same) != 1:
             times = f"{len(same)} of its {len(pairs)} continuations"
-            raise UserError(f"has the answer {answer!r:.60}, which is {times}")
+            raise CorpusError(f"has the answer {answer!r:.60}, which is {times}")
         return same
     listed = answer if isinstance(answer, list) else [answer]
     for number in listed:
         if not isinstance(number, int) or isinstance(number, bool):
-            raise UserError(f'has no number of a continuation as "answer": {number!r:.60}')
+            raise CorpusError(f'has no number of a continuation as "answer": {number!r:.60}')
         if not 0 <= number < len(pairs):
-            raise UserError(f"has the answer {number}, and continuations 0 to {len(pairs) - 1}")
+            raise CorpusError(f"has the answer {number}, and continuations 0 to {len(pairs) - 1}")
     if not listed:
-        raise UserError('has an empty list as "answer"')
+        raise CorpusError('has an empty list as "answer"')
     return tuple(sorted(set(listed)))
 
 
@@ -228,7 +228,7 @@ def _target_of(target: Any, pairs: Sequence[tuple[str, str]]) -> tuple[int, ...]
         if isinstance(number, list) or (is_whole and 0 <= number < len(pairs)):
             by_number = _answers_of(number, pairs)
     if by_number is not None and same and by_number != same:
-        raise UserError(
+        raise CorpusError(
             f"has the target {target!r:.60}, which is the number of one continuation and the text "
             "of another: make the file by scripts/eval_tasks.py"
         )
@@ -236,7 +236,7 @@ def _target_of(target: Any, pairs: Sequence[tuple[str, str]]) -> tuple[int, ...]
         return by_number
     if len(same) != 1:
         times = f"{len(same)} of its {len(pairs)} continuations"
-        raise UserError(
+        raise CorpusError(
             f"has the target {target!r:.60}, which is {times}: make the file by "
             "scripts/eval_tasks.py"
         )
@@ -308,16 +308,16 @@ def _requests(rows: Sequence[Choices], text: Text) -> Iterator[ScoringRequest]:
         start = starts[context]
         if not start:  # a text that nothing begins follows the end of another
             if encoder.end is None:
-                raise UserError(f"{place}: no token can stand in place of an empty context")
+                raise CorpusError(f"{place}: no token can stand in place of an empty context")
             ids = ids if ids[:1] == [encoder.end] else [encoder.end, *ids]
             start = 1
         if len(ids) <= start:
-            raise UserError(
+            raise CorpusError(
                 f"{place}: the continuation {continuation!r:.60} has no token of its own: the "
                 "tokenizer joins it with the end of its context"
             )
         if max(ids) >= text.vocab_size:
-            raise UserError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
+            raise CorpusError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
         yield ScoringRequest(ids, start)
 
 
@@ -336,12 +336,12 @@ def _request_of_ids(context: str, continuation: str, text: Text, place: str) -> 
     for words in (context, continuation):
         ids = text.numbers(words)
         if ids is None:
-            raise UserError(
+            raise CorpusError(
                 f"{place}: {words!r:.60} is no list of token ids such as '17 4 250', and no "
                 "tokenizer was found beside the corpus"
             )
         if max(ids) >= text.vocab_size:
-            raise UserError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
+            raise CorpusError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
         parts.append(ids)
     return ScoringRequest(parts[0] + parts[1], len(parts[0]))
 
@@ -352,7 +352,7 @@ def _within(
     """Return the request with at most length + 1 tokens, the last ones, and whether it was cut."""
     scored = len(request.ids) - request.start
     if scored > length:
-        raise UserError(
+        raise CorpusError(
             f"{place}: the continuation {continuation!r:.60} has {scored} tokens: seq-length is "
             f"{length}"
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 
 from base.cli import check_decoded
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from config.corpus_record import SETTINGS, form_of, read
 from config.schema import Config
 from corpora import token_files
@@ -63,7 +63,7 @@ class Text:
         tokenizer = load_tokenizer(path)
         size = tokenizer.get_vocab_size()
         if size > vocab_size:
-            raise UserError(f"{path} has {size} tokens, the model {vocab_size}")
+            raise CorpusError(f"{path} has {size} tokens, the model {vocab_size}")
         settings = read_settings(path)
         self.encoder = Encoder(tokenizer, settings, path, special_tokens=special_tokens)
         self.end = self.encoder.end
@@ -84,13 +84,13 @@ class Text:
         if self.encoder is not None:
             (ids,) = self.encoder.prompts([prompt])
             if not ids:
-                raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
+                raise CorpusError(f"{flag} {prompt!r} has no token of {self.path}")
             return self._checked(ids, flag)
         listed = self.numbers(prompt)
         if listed is None:
             # sample.py, whose flag is --prompt, has the option --tokenizer too.
             other_way = "--tokenizer FILE, or " if flag == "--prompt" else ""
-            raise UserError(
+            raise CorpusError(
                 f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus: "
                 f"give {other_way}token ids such as '17 4 250'"
             )
@@ -108,7 +108,7 @@ class Text:
 
     def _checked(self, ids: list[int], flag: str) -> list[int]:
         if max(ids) >= self.vocab_size:
-            raise UserError(f"{flag}: {max(ids)} is not below vocab-size({self.vocab_size})")
+            raise CorpusError(f"{flag}: {max(ids)} is not below vocab-size({self.vocab_size})")
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -152,7 +152,7 @@ def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
     encoded = [text.encode(prompt, "--sample-prompt") for prompt in prompts]
     for ids in encoded:
         if len(ids) >= length:
-            raise UserError(f"--sample-prompt has {len(ids)} tokens: seq-length is {length}")
+            raise CorpusError(f"--sample-prompt has {len(ids)} tokens: seq-length is {length}")
     return text, encoded
 
 
@@ -175,7 +175,7 @@ def check_ids(prefix: str, vocab_size: int) -> list[str]:
         unknown = f"the largest token id of {prefix} is not known"
         return [f"{unknown}: one above {vocab_size - 1} would end the run"]
     if largest >= vocab_size:
-        raise UserError(
+        raise CorpusError(
             f"{prefix} has the token id {largest}{said}, but vocab-size is {vocab_size}: give "
             f"--vocab-size {largest + 1} or more, or prepare it by the model's tokenizer"
         )

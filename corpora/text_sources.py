@@ -39,7 +39,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError, PackageError, UserError
 from base.regular_files import open_regular
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class BadTexts:
         self.found[place] = reason
         if len(self.found) > self.limit:
             more = f" (--skip-bad {self.limit} skips that many)" if self.limit else ""
-            raise UserError(f"{place} {reason}{more}")
+            raise CorpusError(f"{place} {reason}{more}")
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def damage_named(path: Path) -> Iterator[None]:
             raise  # an error of the disk, not of the format
         reason = reason_of(error)
         refused = _refusal_of_zstd(path, reason)
-        raise UserError(
+        raise CorpusError(
             refused or f"{path} is damaged, or not what its name says: {reason}"
         ) from None
 
@@ -151,7 +151,9 @@ def package_for(name: str, needing: object) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise UserError(f"{needing} needs the package {package}: pip install {package}") from None
+        raise PackageError(
+            f"{needing} needs the package {package}: pip install {package}"
+        ) from None
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -182,9 +184,11 @@ def not_known(path: Path) -> UserError:
     """The error for a file whose kind is not known, with what to do about the usual ones."""
     suffix, _ = _suffix(path)
     if suffix in TOKENS:
-        return UserError(f"{path} is an array of tokens, and not read compressed: unpack it first")
+        return CorpusError(
+            f"{path} is an array of tokens, and not read compressed: unpack it first"
+        )
     how = f"; --as-text {suffix or path.name} reads such files as one document each"
-    return UserError(f"{path} is not one of {SHOWN}{how}")
+    return CorpusError(f"{path} is not one of {SHOWN}{how}")
 
 
 def check_lines(path: Path, key: str | None = None) -> None:
@@ -202,7 +206,7 @@ def check_lines(path: Path, key: str | None = None) -> None:
     cat = unpack.get(path.suffix.lower(), "cat")
     each = "'.[]'" if first[:1] == b"[" else "."
     also = "" if each != "." else ", or by '.KEY[]' in place of . if KEY has them"
-    raise UserError(
+    raise CorpusError(
         f"{path} is one JSON value: make a line of each of its records, as by "
         f"{cat} {shlex.quote(path.name)} | jq -c {each} > {shlex.quote(lines)}{also}"
     )
@@ -283,7 +287,9 @@ def _check_within(path: Path, folder: Path) -> None:
         if parent.name == "snapshots":  # the cache of the Hugging Face hub: links to its blobs
             allowed.append(parent.parent / "blobs")
     if not any(found.is_relative_to(each) for each in allowed):
-        raise UserError(f"{path} is a link to {found}, outside of {folder}: name that file itself")
+        raise CorpusError(
+            f"{path} is a link to {found}, outside of {folder}: name that file itself"
+        )
 
 
 def _listed(folder: Path) -> list[str] | None:
@@ -296,9 +302,9 @@ def _listed(folder: Path) -> list[str] | None:
         return None
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise UserError(f"{path} lists {missing[0]}, which is not there")
+        raise CorpusError(f"{path} lists {missing[0]}, which is not there")
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise UserError(
+        raise CorpusError(
             f"{folder} is a data set with an order of rows of its own, which is not read: save it "
             "after flatten_indices()"
         )
@@ -321,7 +327,7 @@ def open_file(path: Path, instead: str = "") -> IO[bytes]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise UserError(f"{path} is a pipe or a device, not a file{instead}") from None
+        raise CorpusError(f"{path} is a pipe or a device, not a file{instead}") from None
 
 
 @contextlib.contextmanager
@@ -437,7 +443,7 @@ def _lines(file: Any, path: Path) -> Iterator[Any]:
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
         if len(line) > LONGEST_LINE:
-            raise UserError(f"{path}:{number} is a line of more than {LONGEST_LINE:,} bytes")
+            raise CorpusError(f"{path}:{number} is a line of more than {LONGEST_LINE:,} bytes")
         yield line
 
 
@@ -449,12 +455,12 @@ def _rows_of_csv(path: Path, key: str) -> Iterator[tuple[int, Any]]:
         end = 0  # the line with which the row before ends
         try:
             if key not in (table.fieldnames or ()):
-                raise UserError(f"{path} has no column {key!r} in its first line")
+                raise CorpusError(f"{path} has no column {key!r} in its first line")
             end = table.line_num
             for row in table:
                 yield (end := table.line_num), row[key]
         except csv.Error as error:
-            raise UserError(_mistake_of_csv(f"{path}:{end + 1}", str(error))) from None
+            raise CorpusError(_mistake_of_csv(f"{path}:{end + 1}", str(error))) from None
 
 
 def _mistake_of_csv(place: str, reason: str) -> str:
@@ -521,10 +527,10 @@ def _batches(path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
 def _check_column(path: Path, schema: Any, key: str) -> None:
     """UserError unless a table has a column `key` without others in it; schema: Arrow's."""
     if key not in schema.names:
-        raise UserError(f"{path} has no column {key!r}, but {', '.join(schema.names)}")
+        raise CorpusError(f"{path} has no column {key!r}, but {', '.join(schema.names)}")
     column = schema.field(schema.get_field_index(key)).type
     if column.num_fields:
-        raise UserError(f"{path}: the column {key!r} is a {column!s:.80}, and not of texts")
+        raise CorpusError(f"{path}: the column {key!r} is a {column!s:.80}, and not of texts")
 
 
 def _batch_rows(table: Any, key: str) -> int:
@@ -549,7 +555,7 @@ def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterat
     with _open_hdf5(path) as file:
         found = _array(file, path, key)
         if found.ndim not in (1, 2):
-            raise UserError(f"{path}: {key!r} has {found.ndim} dimensions, not 1 or 2")
+            raise CorpusError(f"{path}: {key!r} has {found.ndim} dimensions, not 1 or 2")
         if found.ndim == 2:
             lengths = np.full(len(found), found.shape[1])
         elif "lengths" in file.keys():  # noqa: SIM118
@@ -557,11 +563,11 @@ def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterat
         else:
             lengths = np.array([len(found)])
         if lengths.ndim != 1 or (lengths < 0).any():
-            raise UserError(f"{path}: 'lengths' has a negative number, or is no list of numbers")
+            raise CorpusError(f"{path}: 'lengths' has a negative number, or is no list of numbers")
         total = sum(lengths.tolist())
         if total != found.size:
             text = f"'lengths' adds up to {total}, but {key!r} has {found.size} tokens"
-            raise UserError(f"{path}: {text}")
+            raise CorpusError(f"{path}: {text}")
     return lengths, _token_blocks(path, key, vocab_size)
 
 
@@ -582,10 +588,10 @@ def _array(file: "h5py.File", path: Path, key: str) -> "h5py.Dataset":
 
     names = list(itertools.islice(file, 10))
     if key.split("/")[0] not in file.keys():  # noqa: SIM118
-        raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
+        raise CorpusError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
     found = member(file, key, h5py.Dataset)
     if found.shape is None or found.dtype.kind not in "iu":
-        raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
+        raise CorpusError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
     check_stored(found, path.stat().st_size)
     return found
 
@@ -599,7 +605,7 @@ def _token_blocks(path: Path, key: str, vocab_size: int) -> Iterator[np.ndarray]
             rows = -(-rows // found.chunks[0]) * found.chunks[0]
         size = rows * width * found.dtype.itemsize
         if found.chunks and size > max(MOST_READ, width * found.dtype.itemsize):
-            raise UserError(
+            raise CorpusError(
                 f"{path}: chunks of {key!r} have {found.chunks[0]:,} rows, together {size:,} "
                 "bytes: write it again with fewer rows in a chunk"
             )
@@ -607,5 +613,5 @@ def _token_blocks(path: Path, key: str, vocab_size: int) -> Iterator[np.ndarray]
             block = found[begin : begin + rows].reshape(-1)
             for token in (block.min(initial=0), block.max(initial=0)):
                 if not 0 <= token < vocab_size:
-                    raise UserError(f"token id {token} of an array is not in 0..{vocab_size - 1}")
+                    raise CorpusError(f"token id {token} of an array is not in 0..{vocab_size - 1}")
             yield block

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError
 from base.regular_files import open_regular
 from corpora.mapped_files import ArrayCache, MappedFile
 
@@ -97,7 +97,7 @@ class IndexedDataset:
         if not np.array_equal(answers.lengths, self.lengths):
             ours = f"{self.prefix}: {len(self)} sequences of {self.tokens} tokens"
             theirs = f"{len(answers)} of {answers.tokens}, or of other lengths"
-            raise UserError(f"{ours}, but {answers.prefix} has {theirs}")
+            raise CorpusError(f"{ours}, but {answers.prefix} has {theirs}")
         self.answers = answers
 
     def __len__(self) -> int:
@@ -148,10 +148,10 @@ class IndexedDataset:
                 for start, offset, length in zip(starts, offsets, lengths)
             ]
         except OSError as error:
-            raise UserError(f"cannot read {self._tokens_path}: {error.strerror}") from None
+            raise CorpusError(f"cannot read {self._tokens_path}: {error.strerror}") from None
         raw = parts[0] if len(parts) == 1 else b"".join(parts)
         if len(raw) != width * sum(lengths):
-            raise UserError(self._short())
+            raise CorpusError(self._short())
         return np.frombuffer(raw, self.token_type)
 
     def check_size(self) -> None:
@@ -201,7 +201,7 @@ class IndexedDataset:
         if wrong:
             first = wrong[0]
             value = bounds[first] if len(bounds) else "missing"
-            raise UserError(
+            raise CorpusError(
                 f"{self._index_path}: document boundaries must rise from 0 to its {sequences} "
                 f"sequences, but boundary {first} of {len(bounds)} is {value}"
             )
@@ -224,14 +224,14 @@ class IndexedDataset:
                 first = int(wrong.argmax())
                 i = begin + first
                 if sizes[first] < 0:
-                    raise UserError(f"{path}: sequence {i} has {self.lengths[i]} tokens")
-                raise UserError(
+                    raise CorpusError(f"{path}: sequence {i} has {self.lengths[i]} tokens")
+                raise CorpusError(
                     f"{path}: sequence {i} starts at byte {self.offsets[i]} of the .bin, but the "
                     f"sequences before it end at byte {starts[first]}"
                 )
             expected = int(ends[-1])
         if actual != expected:
-            raise UserError(
+            raise CorpusError(
                 f"{self._tokens_path} has {actual} bytes, but {path} describes {expected}"
             )
 
@@ -244,19 +244,19 @@ def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
     """
     if len(index) < HEADER.size:
         sides = f"{len(index)} bytes, the header has {HEADER.size}"
-        raise UserError(f"{path} is cut short: {sides}")
+        raise CorpusError(f"{path} is cut short: {sides}")
     magic, version, code, sequences, boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise UserError(f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}")
+        raise CorpusError(f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise UserError(f"{path} has format version {version}, only {VERSION} is known")
+        raise CorpusError(f"{path} has format version {version}, only {VERSION} is known")
     if code not in TOKEN_TYPES:
         known = ", ".join(f"{c} ({np.dtype(t)})" for c, t in TOKEN_TYPES.items())
-        raise UserError(f"{path} has dtype code {code}; token ids are one of {known}")
+        raise CorpusError(f"{path} has dtype code {code}; token ids are one of {known}")
     # A sequence has a length of 4 bytes and an offset of 8, and perhaps a mode of 1 byte.
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     if len(index) not in (expected, expected + sequences):
-        raise UserError(
+        raise CorpusError(
             f"{path} has {len(index)} bytes, but its header ({sequences} sequences, "
             f"{boundaries} document boundaries) needs {expected}"
         )
@@ -300,9 +300,9 @@ def _opening(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise UserError(_missing(path)) from None
+        raise CorpusError(_missing(path)) from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _identity(path: str) -> list:
@@ -314,7 +314,7 @@ def _identity(path: str) -> list:
     with _opening(path):
         facts = os.stat(path)
     if not stat.S_ISREG(facts.st_mode):
-        raise UserError(f"cannot read {path}: it is no file ({stat.filemode(facts.st_mode)})")
+        raise CorpusError(f"cannot read {path}: it is no file ({stat.filemode(facts.st_mode)})")
     times = facts.st_mtime_ns, facts.st_ctime_ns
     return [os.path.realpath(path), facts.st_size, *times, facts.st_ino]
 
@@ -333,13 +333,15 @@ def check_pair(prefix: str, answers: bool = False) -> int:
     if not answers:
         return count
     if not os.path.exists(prefix + ANSWERS + ".idx"):
-        raise UserError(
+        raise CorpusError(
             f"--answers-only: {prefix} has no {prefix}{ANSWERS}.bin and .idx, which mark answers; "
             "scripts/prepare_chats.py writes them"
         )
     marks = check_pair(prefix + ANSWERS)
     if marks != count:
-        raise UserError(f"{prefix} has {count} tokens, but {prefix}{ANSWERS} has marks of {marks}")
+        raise CorpusError(
+            f"{prefix} has {count} tokens, but {prefix}{ANSWERS} has marks of {marks}"
+        )
     return count
 
 
@@ -433,7 +435,7 @@ class IndexedDatasetWriter:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
             self._file = open(self._partial + ".bin", "wb")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
-            raise UserError(f"cannot write {prefix}.bin: {error.strerror}") from None
+            raise CorpusError(f"cannot write {prefix}.bin: {error.strerror}") from None
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
@@ -465,7 +467,7 @@ class IndexedDatasetWriter:
             ids = np.asarray(sequence, np.int64)
             bad = ids[(ids < 0) | (ids >= self.vocab_size)]
             if len(bad):
-                raise UserError(
+                raise CorpusError(
                     f"{self.prefix}: document {self.documents} has token id {bad[0]}, "
                     f"but the vocabulary has {self.vocab_size}"
                 )

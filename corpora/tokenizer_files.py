@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from base.errors import UserError
+from base.errors import CorpusError
 from base.regular_files import MOST_OF_TOKENIZER, read_regular
 from config.corpus_record import CorpusRecord, from_facts
 
@@ -49,24 +49,26 @@ class Settings:
         if name in self.templates:
             return self.templates[name]
         if not self.templates:
-            raise UserError(
+            raise CorpusError(
                 f"{self.path} has no chat_template of text, and there is no chat_template.jinja "
                 "beside it; give a file as --chat-template"
             )
         known = ", ".join(sorted(self.templates))
-        raise UserError(f"{self.path} has no chat template {name!r}, but {known}: name one of them")
+        raise CorpusError(
+            f"{self.path} has no chat template {name!r}, but {known}: name one of them"
+        )
 
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Return the tokenizer in the file `path`; UserError if it holds none or cannot be read."""
     text = read_text(path)
     if text is None:
-        raise UserError(f"cannot read the tokenizer {path}: there is no such file")
+        raise CorpusError(f"cannot read the tokenizer {path}: there is no such file")
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library has no exception of its own
         cause = " ".join(str(error).split())
-        raise UserError(f"cannot read the tokenizer {path}: {cause:.200}") from None
+        raise CorpusError(f"cannot read the tokenizer {path}: {cause:.200}") from None
 
 
 def read_settings(tokenizer: str | os.PathLike) -> Settings:
@@ -117,9 +119,9 @@ def read_object(path: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+        raise CorpusError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+        raise CorpusError(f"{path} holds a {type(value).__name__}, not an object")
     return value
 
 
@@ -127,7 +129,7 @@ def read_template(path: str) -> str:
     """Return the template in a file; UserError."""
     text = read_text(path)
     if text is None:
-        raise UserError(f"cannot read {path}: there is no such file")
+        raise CorpusError(f"cannot read {path}: there is no such file")
     return text
 
 
@@ -138,9 +140,9 @@ def read_text(path: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise CorpusError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8") from None
+        raise CorpusError(f"{path} is not UTF-8") from None
 
 
 def _template_files(stem: str) -> dict[str, str]:
@@ -168,7 +170,7 @@ def _templates_of(value: Any, where: str) -> dict[str, str]:
         if not isinstance(entry, dict) or not all(
             isinstance(entry.get(key), str) for key in ("name", "template")
         ):
-            raise UserError(f"{where}: chat_template is no text and no list of named texts")
+            raise CorpusError(f"{where}: chat_template is no text and no list of named texts")
         templates[entry["name"]] = entry["template"]
     return templates
 

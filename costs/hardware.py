@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from base.errors import UserError, nearest
+from base.errors import FileError, UserError, nearest
 from config.command_line import read_toml
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
@@ -313,7 +313,7 @@ def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
     name: the path of the file.
     """
     if "like" not in entries:
-        raise UserError(f"{name} needs like = NAME: a machine of hardware/, or another file")
+        raise FileError(f"{name} needs like = NAME: a machine of hardware/, or another file")
     kinds: dict[str, Any] = {"": Machine, "nvlink": Link, "network": Link, "software": Software}
     for part, kind in kinds.items():
         known = {f.name: f.type for f in fields(kind)} | {"like": str}
@@ -327,7 +327,7 @@ def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
                 right = isinstance(value, wanted if wanted in (str, bool) else dict | list)
             if wanted is None or not right:
                 where = f"in [{part}] " if part else ""
-                raise UserError(f"{name} has {where}{key} = {value!r}, which no machine has")
+                raise FileError(f"{name} has {where}{key} = {value!r}, which no machine has")
     kernel = entries.get("kernel", "flash2")
     if kernel not in KERNELS:
         raise UserError(f"{name} has kernel = {kernel!r}; known are {', '.join(KERNELS)}")
@@ -379,14 +379,14 @@ def calibrate(machine: Machine, path: str) -> Machine:
     device = str(entries.pop("device", ""))
     if not machine.has_device(device):
         where = f"{device or 'no stated device'!r}, but {machine.name} has {machine.device!r}"
-        raise UserError(f"{file} was measured on {where}")
+        raise FileError(f"{file} was measured on {where}")
     changes: dict[str, Any] = {}
     for key, entry in entries.items():
         if key in ("nvlink", "network"):
             changes[key] = _calibrated_link(file, key, entry, machine)
         elif key not in CALIBRATED or not _is_rate(entry, zero=key not in RATES):
             known = ", ".join((*CALIBRATED, "nvlink", "network"))
-            raise UserError(f"{file} says {key} = {entry!r}; it may have {known}")
+            raise FileError(f"{file} says {key} = {entry!r}; it may have {known}")
         elif key == "host_per_block":
             changes["software"] = replace(machine.software, host_per_block=float(entry))
         else:
@@ -434,9 +434,9 @@ def _calibrated_link(file: str, key: str, entry: Any, machine: Machine) -> Link:
     has its rate as a share of the datasheet's bandwidth. Raise UserError for any other table.
     """
     if not isinstance(entry, dict) or set(entry) != {"alpha", "beta"}:
-        raise UserError(f"{file} needs alpha and beta in [{key}], not {entry!r}")
+        raise FileError(f"{file} needs alpha and beta in [{key}], not {entry!r}")
     alpha, beta = entry["alpha"], entry["beta"]
     if not _is_rate(alpha, zero=True) or not _is_rate(beta):
-        raise UserError(f"{file} has [{key}] alpha = {alpha}, beta = {beta}")
+        raise FileError(f"{file} has [{key}] alpha = {alpha}, beta = {beta}")
     bandwidth = getattr(machine, key).bandwidth
     return Link(float(alpha), bandwidth, beta / bandwidth)

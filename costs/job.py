@@ -28,7 +28,7 @@ from architecture.model_stats import (
     whole_weights,
 )
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import LayoutError
 from config.schema import Layout, Training
 from costs.hardware import Machine
 
@@ -285,7 +285,7 @@ class Job(NamedTuple):
         dp = self.layout.dp
         if np.any(samples < micro * dp):
             product = f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}"
-            raise UserError(f"{product} is more than global-batch-size({samples})")
+            raise LayoutError(f"{product} is more than global-batch-size({samples})")
         return samples // (micro * dp)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import TooLittleMemory
 from config.schema import Config
 from config.timeline import Timeline
 from costs import hardware, memory_terms, muon_terms
@@ -225,11 +225,11 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
     order_bytes = ORDER_BYTES * samples
     if config.data.data != ("synthetic",) and order_bytes > node:
         needed = f"takes {order_bytes / 1e9:,.1f} GB or more on each rank"
-        raise UserError(f"the order of {samples:,} samples {needed}; {has}")
+        raise TooLittleMemory(f"the order of {samples:,} samples {needed}; {has}")
     if config.run.device != "cpu" and node < LARGEST_GPU:
         available = LARGEST_GPU
         has = f"no GPU has {LARGEST_GPU / 1e9:,.0f} GB"
     for stage, parts in enumerate(table):
         if _certain(parts) > available:
             shown = ", ".join(f"{part} {size / 1e9:,.1f}" for part, size in parts.items())
-            raise UserError(f"a rank of stage {stage} needs, in GB, {shown}; {has}")
+            raise TooLittleMemory(f"a rank of stage {stage} needs, in GB, {shown}; {has}")

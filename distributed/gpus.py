@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import ClusterError
 from distributed.launch import Local
 from distributed.placement import SHARE_FOR_TESTS, Place, shared_gpus
 
@@ -27,7 +27,7 @@ def are_usable(required: bool) -> bool:
         return True
     why = unusable_driver(torch.__version__, torch.version.cuda)
     if required:
-        raise UserError(f"--device cuda: torch sees no CUDA device on this node{why}")
+        raise ClusterError(f"--device cuda: torch sees no CUDA device on this node{why}")
     check_unused_gpu(torch.version.cuda, why)
     return False
 
@@ -99,7 +99,7 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
     if visible == 1:  # whether other ranks see the same GPU, `check_gpus` finds later
         return 0
     if local_size > visible and not sharing:
-        raise UserError(
+        raise ClusterError(
             f"{local_size} ranks on node {node} have {visible} GPUs; start at most {visible} "
             f"a node (train.py may share GPUs, with --backend gloo)"
         )
@@ -139,7 +139,7 @@ def check_kernels(device: Any) -> None:
         if capability < (7, 5):
             advice = "install torch's build for CUDA 12.6 (+cu126)"
         major, minor = capability
-        raise UserError(
+        raise ClusterError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor} "
             f"(sm_{major}{minor}), but torch {torch.__version__} cannot run on it: "
             f"{str(error).splitlines()[0]}; {advice} (docs/install.md)"
@@ -186,7 +186,7 @@ def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
         return
     gpus = sorted(path.name for path in Path(devices).glob("nvidia[0-9]*"))
     if gpus:
-        raise UserError(
+        raise ClusterError(
             f"--device auto: this node has {devices}/{gpus[0]}, but torch can use no GPU{why}; "
             f"to run on the CPU all the same, give --device cpu"
         )
@@ -200,7 +200,7 @@ def check_gpus(places: list[Place]) -> None:
     for gpu, ranks in shared_gpus(places).items():
         place = places[ranks[0]]
         on_node = sum(other.node == place.node for other in places)
-        raise UserError(
+        raise ClusterError(
             f"ranks {', '.join(map(str, ranks))} on node {place.node} have the same GPU "
             f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} "
             f"--gpu-bind=none (train.py may share GPUs, with --backend gloo)"

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from base.errors import UserError
+from base.errors import ClusterError
 from distributed.early_end import StartWatch, node_name
 from distributed.other_launchers import stated_by
 from distributed.placement import allowed_cores, threads_asked_for
@@ -100,7 +100,7 @@ def _refuse_unknown_launcher(env: Mapping[str, str]) -> None:
     """
     for stated in stated_by(env):
         if stated.is_several:
-            raise UserError(
+            raise ClusterError(
                 f"{stated}, and would train alone: start the ranks with srun, mpirun or torchrun, "
                 f"or set {', '.join(RENDEZVOUS)} and, for several ranks on a node, LOCAL_RANK and "
                 f"LOCAL_WORLD_SIZE; to train alone, unset {stated.variable or stated.counter}"
@@ -119,11 +119,11 @@ def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
     """
     text = env.get(name)
     if text is None:
-        raise UserError(f"the launcher has set some of its variables, but not {name}")
+        raise ClusterError(f"the launcher has set some of its variables, but not {name}")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UserError(f"the environment variable {name} is {text!r}, not a whole number")
+        raise ClusterError(f"the environment variable {name} is {text!r}, not a whole number")
     if below and int(text) >= _number(env, below):
-        raise UserError(f"{name} is {text}, which is not below {below}, {env[below]}")
+        raise ClusterError(f"{name} is {text}, which is not below {below}, {env[below]}")
     return int(text)
 
 
@@ -144,14 +144,14 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
         if launch.launcher == "torchrun" or "LOCAL_WORLD_SIZE" in env:
             _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
         elif _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0:
-            raise UserError(
+            raise ClusterError(
                 f"LOCAL_RANK is {env['LOCAL_RANK']}, so there are several ranks on this node: set "
                 f"LOCAL_WORLD_SIZE, their number, too"
             )
         if launch.size > 1:
             _number(env, "MASTER_PORT")
             if not env.get("MASTER_ADDR"):
-                raise UserError("MASTER_ADDR is not set, where the ranks meet")
+                raise ClusterError("MASTER_ADDR is not set, where the ranks meet")
         # mpirun or srun may have started several torchruns. If each of them believes that it is the
         # only one, they are separate runs in the same folder.
         names = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
@@ -159,7 +159,7 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
         if "SLURM_STEP_ID" in env:
             torchruns = max(torchruns, tasks)
         if torchruns > 1 and env.get("GROUP_WORLD_SIZE") == "1":
-            raise UserError(
+            raise ClusterError(
                 f"{torchruns} torchruns were started, and each is alone (--nnodes 1): {torchruns} "
                 f"runs would overwrite one another; start train.py itself with srun or mpirun, or "
                 f"give torchrun --nnodes {torchruns} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
@@ -169,7 +169,7 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
         others = [stated for stated in stated_by(not_its_own) if stated.is_several]
         if launch.launcher == "torchrun" and others and env.get("GROUP_WORLD_SIZE") == "1":
             other = others[0]
-            raise UserError(
+            raise ClusterError(
                 f"{other}, and its torchrun is alone (--nnodes 1): the nodes would train apart, on "
                 f"the same samples; give torchrun --nnodes {other.count or 'N'} --rdzv-backend "
                 f"c10d --rdzv-endpoint HOST:PORT, or to train on this node alone, unset "
@@ -235,7 +235,7 @@ def slurm_job() -> SlurmJob | None:
     words = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"the nodes of job {job} are not known: {done.stderr.strip()}")
+        raise ClusterError(f"the nodes of job {job} are not known: {done.stderr.strip()}")
     per_node = "SLURM_NTASKS_PER_NODE"
     tasks = _number(os.environ, per_node) if per_node in os.environ else 0
     start = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
@@ -278,7 +278,7 @@ def _local_by_mpi(launch: Launch) -> Local:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(
+        raise ClusterError(
             f"{launch.launcher} started {launch.size} tasks, but mpi4py cannot be used ({reason}): "
             f"run scripts/setup.sh with the mpirun first on PATH that is to start the job"
         ) from None
@@ -286,7 +286,7 @@ def _local_by_mpi(launch: Launch) -> Local:
     advice = _right_launcher(launch, library)
     # MPICH's MPI_Init would end the process if Open MPI's mpirun started it: check this before.
     if launch.launcher == "mpirun of Open MPI" and "Open MPI" not in library:
-        raise UserError(f"{launch.launcher} started {launch.size} tasks; {advice}")
+        raise ClusterError(f"{launch.launcher} started {launch.size} tasks; {advice}")
     if not MPI.Is_initialized():
         if "MPICH" in library:
             check_shared_memory()
@@ -296,7 +296,7 @@ def _local_by_mpi(launch: Launch) -> Local:
             MPI.Init_thread()
     world = MPI.COMM_WORLD
     if (world.size, world.rank) != (launch.size, launch.rank):
-        raise UserError(
+        raise ClusterError(
             f"{launch.launcher} started {launch.size} tasks and numbered this one {launch.rank}, "
             f"but MPI ({library}) reports rank {world.rank} of {world.size}; {advice}"
         )
@@ -343,7 +343,7 @@ def check_shared_memory() -> None:
     free = status.f_bavail * status.f_frsize
     advice = "give the container more (docker run --shm-size=1g), or mount a larger tmpfs"
     if free < (needed := ranks * MPICH_BYTES):
-        raise UserError(
+        raise ClusterError(
             f"{SHARED_MEMORY} of {node_name()} has {free / 1e6:.1f} MB free, and MPI needs "
             f"{needed / 1e6:.1f} MB there for {ranks} ranks: {advice}"
         )

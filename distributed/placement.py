@@ -18,7 +18,7 @@ from typing import Any
 
 from architecture import dispatch
 from architecture.shape import ModelShape
-from base.errors import UserError, number_ranges
+from base.errors import ClusterError, number_ranges
 from config.mesh_axes import rows_along
 from config.schema import Layout
 
@@ -95,7 +95,9 @@ def threads_asked_for() -> int | None:
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     parts = [part.strip() for part in text.split(",")]
     if text and not all(part.isdecimal() and 0 < float(part) < 2**20 for part in parts):
-        raise UserError(f"OMP_NUM_THREADS is {text!r}, not a number of threads above 0, or a list")
+        raise ClusterError(
+            f"OMP_NUM_THREADS is {text!r}, not a number of threads above 0, or a list"
+        )
     return int(parts[0]) if text else None
 
 
@@ -157,7 +159,7 @@ def check_devices(places: list[Place]) -> None:
     if not cpu_ranks or len(cpu_ranks) == len(places):
         return
     nodes = ", ".join(sorted({places[rank].node for rank in cpu_ranks}))
-    raise UserError(
+    raise ClusterError(
         f"torch sees a CUDA device on {len(places) - len(cpu_ranks)} of {len(places)} ranks, and "
         f"none on ranks {number_ranges(cpu_ranks)} (node {nodes}): leave that node out, mend its "
         f"driver, or give --device cpu"

@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 import torch
 
-from base.errors import NOT_WRITTEN, NodeError, UserError
+from base.errors import NOT_WRITTEN, ClusterError, NodeError, PackageError
 from config.run_options import Run
 from config.schema import Config
 from distributed import placement
@@ -454,7 +454,7 @@ def _warning_of_room(run: Run, answers: list[dict[str, int]], peers: Peers) -> s
         f"free where {run.out} is, seen from {peers.named([rank_at_disk])}"
     )
     if run.saves:
-        raise UserError(sentence)
+        raise ClusterError(sentence)
     return f"{sentence}: a run that is stopped early could not be saved"
 
 
@@ -468,7 +468,7 @@ def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> N
         copy = needed * len(ranks) / peers.context.size
         memory = min(answers[rank]["memory"] for rank in ranks)
         if copy > memory:
-            raise UserError(
+            raise ClusterError(
                 f"preflight: node {node} copies {copy / 1e9:.3f} GB to host memory for a save, and "
                 f"{memory / 1e9:.3f} GB are free: ask Slurm for more (--mem), or give "
                 "--set async_save=false"
@@ -517,12 +517,12 @@ def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
     variable, default = ("CC", "gcc") if on_gpu else ("CXX", "g++")
     name = os.environ.get(variable, default)
     if shutil.which(name) is None:
-        raise UserError(
+        raise PackageError(
             f"{what} needs a compiler, and {node} has no {name}: install g++ there, load the "
             f"cluster's module of gcc, or give another one in {variable}"
         )
     if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
+        raise PackageError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
 
 
 def kernel_names(config: Config, optimizer: str, attention: str, source: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from base.errors import UserError
+from base.errors import FileError, RunError
 from distributed.early_end import node_name
 
 HELD = (errno.EACCES, errno.EAGAIN)  # errors of lockf when another process has the lock
@@ -68,7 +68,7 @@ class RunLock:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{this_run} since {time.strftime('%F %T%z')}\n".encode(), 0)
         except OSError as error:
-            raise UserError(f"cannot write in {out}: {error.strerror}") from None
+            raise FileError(f"cannot write in {out}: {error.strerror}") from None
 
     def _lock(self, out: str, this_run: str) -> None:
         """Lock the open file; raise UserError with the owner's name if another process has it.
@@ -81,7 +81,7 @@ class RunLock:
         except OSError as error:
             if error.errno in HELD:
                 owner = os.pread(self._file, BYTES, 0).decode(errors="replace").strip()
-                raise UserError(
+                raise RunError(
                     f"--out {out} is in use by {owner or 'another process'}, and this is "
                     f"{this_run}: wait for that run, end it, or give another --out"
                 ) from None

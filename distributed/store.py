@@ -52,7 +52,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from base.errors import NetworkError, NodeError, UserError
+from base.errors import ClusterError, NetworkError, NodeError, UserError
 from distributed.early_end import node_name
 from distributed.launch import Launch, Local
 from watchdog.flight_recorder import FlightRecorder
@@ -200,7 +200,7 @@ class StoreExchange:
         if "failed" in result:
             raise NodeError(*result["failed"])
         if "refused" in result:
-            raise UserError(result["refused"])
+            raise ClusterError(result["refused"])
         return result["value"]
 
     def leave(self) -> None:
@@ -327,14 +327,16 @@ def unsealed(invitation: Invitation, password: str) -> Invitation:
     nodes = (node_name(), "rank 0's node")
     if bool(password) != bool(invitation.secret):
         has, lacks = nodes if password else nodes[::-1]
-        raise UserError(f"{SEALED_BY} is set on {has} and not on {lacks}: export it on all nodes")
+        raise ClusterError(
+            f"{SEALED_BY} is set on {has} and not on {lacks}: export it on all nodes"
+        )
     if not password:
         return invitation
     with suppress(ValueError):
         found = sealed(invitation, password)
         if hmac.compare_digest(fingerprint_of(found.secret), invitation.fingerprint):
             return found
-    raise UserError(
+    raise ClusterError(
         f"{SEALED_BY} of {node_name()} does not open rank 0's address in torchrun's store, "
         f"{invitation.host}:{invitation.port}: rank 0 has another {SEALED_BY}, or another program "
         "has put the address there"
@@ -427,7 +429,7 @@ class TorchrunChannel:
         Raise UserError if another program has set KEY, or if no temporary file can be written.
         """
         if self.store.check([KEY]):
-            raise UserError(
+            raise ClusterError(
                 "torchrun's store has an address of this job's store already: another program has "
                 "put it there, or torchrun has started ranks again (--nnodes MIN:MAX)"
             )
@@ -455,7 +457,7 @@ class TorchrunChannel:
             process, descriptor = json.loads(text)
             return read_invitation(_content_of_own_file(int(process), int(descriptor)))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise UserError(
+            raise ClusterError(
                 f"torchrun's store has no address of this job's store under {KEY!r}, but "
                 f"{self._text[:80]!r} ({error}): another program has put it there"
             ) from None
@@ -467,7 +469,7 @@ class TorchrunChannel:
         """
         now = _value_now(self.store, KEY)
         if now != self._text:
-            raise UserError(
+            raise ClusterError(
                 f"torchrun's store had {self._text[:80]!r} under {KEY!r} and has {now[:80]!r} now: "
                 f"another program connects to MASTER_PORT, or two jobs have the same"
             )
@@ -480,7 +482,7 @@ def _unnamed_file(content: bytes) -> IO[bytes]:
         os.fchmod(file.fileno(), 0o600)
         file.write(content)
     except OSError as error:
-        raise UserError(f"cannot write a temporary file (TMPDIR): {error.strerror}") from None
+        raise ClusterError(f"cannot write a temporary file (TMPDIR): {error.strerror}") from None
     return file
 
 
@@ -517,7 +519,7 @@ def allow_open_files(size: int) -> None:
     if hard_limit != resource.RLIM_INFINITY and hard_limit < needed:
         where = f"{needed:,} open files on {node_name()}, and the limit there is {hard_limit:,}"
         text = f"the store of {size:,} ranks needs {where} (ulimit -Hn): have it raised"
-        raise UserError(text)
+        raise ClusterError(text)
 
 
 def host_address(local: Local) -> str:
@@ -580,7 +582,7 @@ class Server:
         deadline = time.monotonic() + SECONDS_TO_CLOSE
         while (present := self._count()) != connections:
             if time.monotonic() > deadline:
-                raise UserError(
+                raise ClusterError(
                     f"the store of this job has {present} connections, and its ranks have "
                     f"{connections}: another program connects to the ports of {node_name()}"
                 )
@@ -678,7 +680,7 @@ def _torchruns_store() -> Any:
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ.get("MASTER_PORT")
-        raise UserError(
+        raise ClusterError(
             f"port {port} (MASTER_PORT) of {socket.gethostname()} is in use, perhaps by another "
             f"job on this node: give torchrun another --master-port, or --standalone on one node"
         ) from None

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.errors import UserError
+from base.errors import CorpusError
 from config.schema import Config, Layout
 from corpora.tasks import Packed, Task, TaskResult, TaskSet, pack, results
 from data import Batch, first_of_micro_batch
@@ -52,7 +52,7 @@ class Scorer:
         self.mesh.world.at_once.all_reduce(both, MAX).wait()
         most, least = self.mesh.world.values(both)
         if most != -least:
-            raise UserError("--eval-tasks: the files have not the same rows on all nodes")
+            raise CorpusError("--eval-tasks: the files have not the same rows on all nodes")
 
     def results(self) -> list[tuple[Task, TaskResult]]:
         """Score all requests; return each task with its result. Collective."""

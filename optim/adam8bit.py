@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from base.errors import UserError
+from base.errors import LayoutError, PackageError
 from optim.precision import BLOCK
 
 
@@ -34,7 +34,7 @@ class Adam8bit:
         """Make zero 8-bit moments of the masters; UserError if bitsandbytes is not installed."""
         if importlib.util.find_spec("bitsandbytes") is None:
             package = "the package bitsandbytes: pip install bitsandbytes"
-            raise UserError(f"--optimizer adamw8bit needs {package}")
+            raise PackageError(f"--optimizer adamw8bit needs {package}")
         # Silence a warning about an unused 4-bit kernel on CPUs.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         import bitsandbytes
@@ -162,7 +162,7 @@ def check_blocks(p: Any) -> None:
     # the rows are not equal parts.
     run = math.prod(p.shape[spec.dim + (spec.rows is not None) :])
     if is_cut and run % BLOCK:
-        raise UserError(
+        raise LayoutError(
             f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "
             f"which is no multiple of its blocks of {BLOCK}; use a smaller --tp"
         )

@@ -6,7 +6,7 @@ it is infinite or NaN. An overflow on any rank skips the update on all ranks: ze
 the gradient norm, which is not finite then, and which every rank computes in any case.
 """
 
-from base.errors import UserError
+from base.errors import LossError
 from config.run_options import LOSS_SCALE, DynamicScale, Training
 
 
@@ -65,7 +65,7 @@ class LossScale:
             self.value = max(self.value / 2, rule.min_loss_scale)
         if self.training.precision == "fp16" and self.stuck >= rule.max_overflows:
             kind = "smallest" if self.dynamic else "fixed"
-            raise UserError(
+            raise LossError(
                 f"gradients overflowed in {self.stuck} steps in a row at the {kind} loss scale "
                 f"{self.value:g}: fp16 cannot hold them; resume from the newest checkpoint with "
                 f"--precision bf16, or with a lower --lr"

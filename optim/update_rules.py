@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from base.errors import UserError
+from base.errors import PackageError
 from config.schema import Training
 from optim import precision
 from parallel import ParamSpec
@@ -309,13 +309,13 @@ def _fused_adam() -> Callable[..., Any]:
     try:
         from apex.optimizers import FusedAdam
     except ImportError as error:
-        raise UserError(f"{needs}{error}") from None
+        raise PackageError(f"{needs}{error}") from None
 
     def make(masters: list[Tensor], **options: Any) -> Any:
         try:
             return FusedAdam(masters, adam_w_mode=True, **options)
         except (RuntimeError, AssertionError) as error:  # no driver, or a build without CUDA
-            raise UserError(f"{needs}{error}") from None
+            raise PackageError(f"{needs}{error}") from None
 
     return make
 

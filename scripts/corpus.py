@@ -32,7 +32,7 @@ with errors.installed():
     import numpy as np
 
     from base.cli import Parser, check_decoded
-    from base.errors import UserError, exit_with, printable
+    from base.errors import CorpusError, UserError, exit_with, printable
     from base.paths import check_folder
     from checkpointing.resumed import inherited_options
     from config.command_line import parse_request
@@ -50,7 +50,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         with errors.sentences():
             main(sys.argv[1:])
     except OSError as error:  # a file that cannot be read, a disk that is full
-        exit_with(UserError(str(error)))
+        exit_with(CorpusError(str(error)))
 
 
 def check_out(prefix: str, example: str = "data/books") -> None:
@@ -94,7 +94,9 @@ def verify(prefix: str) -> str:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
             short = f"{found[:16]}..., but {sums} has {expected[:16]}..."
-            raise UserError(f"{path} has the SHA-256 {short}: it has changed since it was written")
+            raise CorpusError(
+                f"{path} has the SHA-256 {short}: it has changed since it was written"
+            )
     return f"{prefix}: {len(dataset):,} sequences, {dataset.tokens:,} tokens, checksums equal"
 
 
@@ -132,11 +134,11 @@ def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
     types = {part.token_type for part, _ in parts}
     if len(types) > 1:
         kinds = ", ".join(f"{part.prefix} {part.token_type}" for part, _ in parts)
-        raise UserError(f"these corpora have tokens of different types: {kinds}")
+        raise CorpusError(f"these corpora have tokens of different types: {kinds}")
     (kind,) = types
     Path(out + ".sha256").unlink(missing_ok=True)  # an older pair of this name had it
     if kind not in (np.dtype("<u2"), np.dtype("<i4")):
-        raise UserError(f"tokens of type {kind} cannot be written, only uint16 and int32")
+        raise CorpusError(f"tokens of type {kind} cannot be written, only uint16 and int32")
     with IndexedDatasetWriter(out, 65499 if kind.itemsize == 2 else 2**31) as writer:
         writer.vocab_size = 2 ** (16 if kind.itemsize == 2 else 31)
         for part, documents in parts:

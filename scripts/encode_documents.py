@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CorpusError
 from config.corpus_record import TEXT
 from corpora.special_tokens import NameCounts
 from corpora.token_files import checksums_of, token_type_of, write_index
@@ -98,7 +98,7 @@ def encode_chunk(source: Source | None, chunk: Chunk) -> Encoded:
     if isinstance(content, np.ndarray):
         return Encoded(content, [len(content)], {})
     if source is None:
-        raise UserError("these are texts, and no tokenizer is named")
+        raise CorpusError("these are texts, and no tokenizer is named")
     begin, end, encode, names = _encoder(source)
     texts = [piece.content for piece in chunk.pieces]
     ended = []
@@ -129,7 +129,7 @@ def encode_all(
             done, future = waiting.popleft()
             yield done, future.result()
     except BrokenProcessPool:
-        raise UserError("a process that encodes has ended: was it killed?") from None
+        raise CorpusError("a process that encodes has ended: was it killed?") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -185,7 +185,7 @@ class PartialPair:
             self.forced += piece.forced
             self._open_named.update(named.get(number, {}))
             if self._open > MOST_IN_DOCUMENT:
-                raise UserError(f"a document has more than {MOST_IN_DOCUMENT} tokens: divide it")
+                raise CorpusError(f"a document has more than {MOST_IN_DOCUMENT} tokens: divide it")
             if piece.ends:
                 lengths.append(self._open)
                 self._open = 0

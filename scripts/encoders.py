@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from base.errors import UserError
+from base.errors import CorpusError, UserError
 from config.corpus_record import TEXT
 from corpora.encoder import END, Encoder
 from corpora.tokenizer_files import NAME, Settings, load_tokenizer, read_settings
@@ -36,23 +36,23 @@ def load_encoder(name: str, end_token: str | None, special_tokens: str = TEXT) -
         end_token = end_token or settings.tokens.get("eos_token")
         path = path / NAME
         if not path.is_file():
-            raise UserError(
+            raise CorpusError(
                 f"--tokenizer {name} holds no tokenizer.json; transformers writes one of a "
                 f"tokenizer that it knows: AutoTokenizer.from_pretrained({name!r})."
                 "save_pretrained(...)"
             )
     if not path.exists():
-        raise UserError(
+        raise CorpusError(
             f"cannot read --tokenizer {path}: No such file or directory; it is a file or a folder "
             "of this machine, and names of a hub are not fetched"
         )
     try:
         tokenizer = load_tokenizer(str(path))
     except UserError as error:
-        raise UserError(f"--tokenizer {path} is not a tokenizer: {error}") from None
+        raise CorpusError(f"--tokenizer {path} is not a tokenizer: {error}") from None
     encoder = Encoder(tokenizer, settings, f"--tokenizer {path}", end_token, special_tokens)
     if encoder.end is None:
-        raise UserError(f"--tokenizer {path} has no token {END!r}; name its --end-token")
+        raise CorpusError(f"--tokenizer {path} has no token {END!r}; name its --end-token")
     return encoder
 
 

@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 with errors.installed():
     from base.cli import Parser
-    from base.errors import UserError
+    from base.errors import CorpusError
     from base.paths import check_folder, write_file
     from scripts.corpus import run
 
@@ -45,7 +45,7 @@ def load_tasks(names: list[str], include: str | None, shots: int | None) -> dict
     known = {*manager.all_tasks}
     for name in names:
         if name not in known:
-            raise UserError(f"lm_eval has no task {name!r}{errors.nearest(name, known)}")
+            raise CorpusError(f"lm_eval has no task {name!r}{errors.nearest(name, known)}")
     tasks = manager.load(names)["tasks"]
     for task in tasks.values():
         default = task.get_config("num_fewshot")
@@ -61,7 +61,7 @@ def rows_of(name: str, task: Any, limit: int | None) -> Iterator[dict[str, Any]]
     """Yield a row for each document of a task of lm_eval; UserError for a task of another kind."""
     kind = task.OUTPUT_TYPE
     if kind not in ("multiple_choice", "loglikelihood"):
-        raise UserError(f"{name} is a task of {kind}, and not of choices between continuations")
+        raise CorpusError(f"{name} is a task of {kind}, and not of choices between continuations")
     task.build_all_requests(limit=limit, rank=0, world_size=1)
     by_document: dict[int, list[Any]] = {}
     for instance in task.instances:
@@ -92,11 +92,11 @@ def _answers(task: Any, document: Any, count: int) -> list[int]:
         found = [(0.0 if n == number else WRONG, False) for n in range(count)]
         accuracy = task.process_results(document, found).get("acc")
         if accuracy is None:
-            raise UserError(f"{task.config.task} has no accuracy among its metrics")
+            raise CorpusError(f"{task.config.task} has no accuracy among its metrics")
         if accuracy == 1.0:
             right.append(number)
     if not right:
-        raise UserError(f"{task.config.task} has a document of which no continuation is right")
+        raise CorpusError(f"{task.config.task} has a document of which no continuation is right")
     return right
 
 
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     for flag, value in (("limit", options.limit), ("num-fewshot", options.num_fewshot)):
         if value is not None and value < (flag == "limit"):
-            raise UserError(f"--{flag} must be at least {int(flag == 'limit')}, not {value}")
+            raise CorpusError(f"--{flag} must be at least {int(flag == 'limit')}, not {value}")
     check_folder("--out", options.out)
     tasks = load_tasks(options.tasks, options.include_path, options.num_fewshot)
     Path(options.out).mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 with errors.installed():
     from base.cli import Parser
-    from base.errors import UserError
+    from base.errors import CorpusError
     from config.corpus_record import TEXT
     from corpora.encoder import Encoder
     from corpora.text_sources import BadTexts, damage_named, texts_of
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     encoder = Encoder(load_tokenizer(path), read_settings(path), path)
     if options.texts is not None:
         if options.out is None:
-            raise UserError(f"{options.texts}: name the file to write its texts to")
+            raise CorpusError(f"{options.texts}: name the file to write its texts to")
         write_texts(Path(options.texts), options.out)
     if options.exported is not None and encoder.special_tokens == TEXT:
         hide_special_tokens(options.exported)

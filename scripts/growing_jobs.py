@@ -27,7 +27,7 @@ from base import errors
 if __name__ == "__main__":
     errors.begin_program()
 
-from base.errors import UserError
+from base.errors import FileError, UserError
 from base.regular_files import read_regular
 from checkpointing import folders
 from checkpointing.index import Index
@@ -132,7 +132,7 @@ def run_slurm(*words: str, env: dict[str, str] | None = None) -> str:
         try:
             done = subprocess.run(words, env=env, capture_output=True, text=True)
         except OSError as error:
-            raise UserError(f"{words[0]}: {error.strerror}") from None
+            raise FileError(f"{words[0]}: {error.strerror}") from None
         if done.returncode == 0:
             return done.stdout
         time.sleep(pause)

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     errors.begin_program()
 
 from base.cli import Parser, whole_number
-from base.errors import UserError, exit_with
+from base.errors import FileError, UserError, exit_with
 
 GIRLS = ("Anna", "Mia", "Lily", "Nora", "Emma", "Zoe", "Clara", "Ida", "Ruth", "Maya")
 BOYS = ("Tom", "Ben", "Max", "Leo", "Sam", "Finn", "Paul", "Jack", "Otto", "Noah")
@@ -117,7 +117,7 @@ def write_stories(path: Path, count: int, seed: int) -> None:
             for _ in range(count):
                 file.write(json.dumps({"text": story(draw)}) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from base.errors import UserError
+from base.errors import FileError, UserError
 
 # In the order of publishing: without an index there is no pair.
 NAMES = ("tokenizer.json", "tokenizer_config.json", "bad.txt", "bin", "idx", "sha256")
@@ -39,7 +39,7 @@ class PartialJob:
         except BlockingIOError:
             raise UserError(f"another process writes {prefix} now: it holds its lock") from None
         except OSError as error:
-            raise UserError(f"cannot write {self.partial('lock')}: {error.strerror}") from None
+            raise FileError(f"cannot write {self.partial('lock')}: {error.strerror}") from None
         facts = json.loads(json.dumps(facts))
         self.state: dict[str, Any] = {}
         if os.path.exists(self.path):

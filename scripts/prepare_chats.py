@@ -39,7 +39,7 @@ with errors.installed():
     import numpy as np
 
     from base.cli import Parser
-    from base.errors import UserError, printable
+    from base.errors import CorpusError, UserError, printable
     from config.corpus_record import IDS
     from corpora.chat_environment import MARKS_ANSWERS, REASONING
     from corpora.chat_templates import ChatTemplate
@@ -70,20 +70,20 @@ def parse_conversation(found: dict[str, Any], template: str = "") -> Conversatio
     """
     listed = found["messages"]
     if not isinstance(listed, list) or not listed:
-        raise UserError('"messages" is not a list of messages')
+        raise CorpusError('"messages" is not a list of messages')
     for place, message in enumerate(listed, 1):
         if not isinstance(message, dict) or not _has_content(message):
-            raise UserError(f"message {place} has no content of text, and no tool_calls")
+            raise CorpusError(f"message {place} has no content of text, and no tool_calls")
         weight = message.get("weight")
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-            raise UserError(
+            raise CorpusError(
                 f'message {place} has the "weight" {json.dumps(weight):.40}: it is 0, not to train '
                 "on an answer, or 1"
             )
         role = message.get("role")
         named = isinstance(role, str) and (f"'{role}'" in template or f'"{role}"' in template)
         if role not in ROLES and not named:
-            raise UserError(f"message {place} has no role of {ROLES}, or that the template names")
+            raise CorpusError(f"message {place} has no role of {ROLES}, or that the template names")
     conversation: Conversation = {"messages": listed}
     for name in ("tools", "documents"):
         value = found.get(name)
@@ -91,14 +91,14 @@ def parse_conversation(found: dict[str, Any], template: str = "") -> Conversatio
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
-                raise UserError(f'"{name}" is a string that is not JSON') from None
+                raise CorpusError(f'"{name}" is a string that is not JSON') from None
         objects = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         if value is not None and not objects:
-            raise UserError(f'"{name}" is not a list of objects')
+            raise CorpusError(f'"{name}" is not a list of objects')
         conversation[name] = value
     variables = found.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict) or {"messages", "tools", "documents"} & variables.keys():
-        raise UserError('"chat_template_kwargs" is not an object of further names')
+        raise CorpusError('"chat_template_kwargs" is not an object of further names')
     conversation["variables"] = variables
     return conversation
 
@@ -151,7 +151,7 @@ class ChatLines:
                     try:
                         conversation = parse_conversation(found, template)
                     except UserError as error:
-                        raise UserError(f"{place}: {error}") from None
+                        raise CorpusError(f"{place}: {error}") from None
                     self.unread.update(unread_keys(found, template))
                     self._file.write(json.dumps(conversation).encode())
                     self._starts.append(self._file.tell())
@@ -229,7 +229,7 @@ def encode(
     )
     weights = weights_of(conversation)
     if 0 in weights and len(spans) != len(weights):
-        raise UserError(
+        raise CorpusError(
             f"the chat template marks {len(spans)} answers of {len(weights)} messages of the "
             'assistant: it is not known which has the "weight" 0'
         )
@@ -310,7 +310,7 @@ def write(options: argparse.Namespace) -> str:
                 try:
                     tokens, answers = encode(encoder, template, conversation)
                 except UserError as error:
-                    raise UserError(f"{place}: {error}") from None
+                    raise CorpusError(f"{place}: {error}") from None
                 writer.add_document(tokens)
                 marks.add_document(answers)
                 counts.add(tokens, answers, conversation)

@@ -42,7 +42,7 @@ with errors.installed():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from base.cli import Parser
-    from base.errors import UserError, printable
+    from base.errors import CorpusError, FileError, UserError, printable
     from config.corpus_record import IDS, TEXT, CorpusRecord
     from corpora.encoder import END, Encoder
     from corpora.text_sources import (
@@ -99,7 +99,7 @@ def find_files(
         elif path.is_dir():
             found.update(walk(path, set(), unknown, as_text, json_key))
         elif not path.exists():
-            raise UserError(f"{path} does not exist")
+            raise FileError(f"{path} does not exist")
         else:
             kind = kind_of(path, as_text)
             if kind is None:
@@ -114,7 +114,7 @@ def find_files(
         library = walk(Path(sysconfig.get_path("stdlib")), skip, Counter(), links=True)
         found.update(path for path in library if path.suffix == ".py")
     if not found:
-        raise UserError(f"no {SHOWN} file in {' '.join(paths)}")
+        raise CorpusError(f"no {SHOWN} file in {' '.join(paths)}")
     return sorted(found)
 
 
@@ -167,7 +167,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--shuffle-seed", type=int, default=1234, help="seed of the documents' order (1234)")
     options = parser.parse_args(arguments)
     if not options.paths and not options.stdlib:
-        raise UserError("nothing to prepare: name files or folders, or give --stdlib")
+        raise CorpusError("nothing to prepare: name files or folders, or give --stdlib")
     if options.tokenizer and options.vocab_size is not None:
         raise UserError("--vocab-size is for a new tokenizer; --tokenizer has its own")
     options.vocab_size_given = options.vocab_size is not None
@@ -290,9 +290,9 @@ def check_tokens(paths: list[Path], options: argparse.Namespace) -> int:
     arrays = [path for path in paths if kind_of(path, options.as_text) in TOKENS]
     if arrays and not options.tokenizer:
         if len(arrays) < len(paths):
-            raise UserError(f"{arrays[0]} holds tokens: name their tokenizer with --tokenizer")
+            raise CorpusError(f"{arrays[0]} holds tokens: name their tokenizer with --tokenizer")
         if not options.vocab_size_given:
-            raise UserError(f"{arrays[0]} holds tokens: give their --vocab-size or --tokenizer")
+            raise CorpusError(f"{arrays[0]} holds tokens: give their --vocab-size or --tokenizer")
     return options.vocab_size
 
 
@@ -318,7 +318,7 @@ def encode(
     if not pair.documents:
         copied = job.state["copied"]
         count = copied["empty"] + copied["undecodable"]
-        raise UserError(f"none of the {count} documents has text in UTF-8")
+        raise CorpusError(f"none of the {count} documents has text in UTF-8")
     return pair
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import FileError
 from base.regular_files import MOST_OF_OBJECT, MOST_OF_ROWS, read_regular
 from telemetry.log import Log
 from telemetry.observer import Observer, Step
@@ -62,18 +62,18 @@ def read(path: str) -> Curve:
     try:
         found = json.loads(read_regular(Path(path), MOST_OF_OBJECT))
     except OSError as error:
-        raise UserError(f"--expect: cannot read {path}: {error.strerror}") from None
+        raise FileError(f"--expect: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--expect {path} is no JSON: {error}") from None
+        raise FileError(f"--expect {path} is no JSON: {error}") from None
     found = found if isinstance(found, dict) else {}
     tokens, low, high = (_numbers(found.get(name)) for name in ("tokens", "low", "high"))
     if not tokens or not len(tokens) == len(low) == len(high):
-        raise UserError(
+        raise FileError(
             f"--expect {path} needs lists of numbers of one length, tokens, low and high, as "
             "plan.py ladder --write has them"
         )
     if len(tokens) < 2 or sorted({*tokens}) != tokens:
-        raise UserError(f"--expect {path}: its tokens are two numbers or more, ascending")
+        raise FileError(f"--expect {path}: its tokens are two numbers or more, ascending")
     return Curve(tokens, low, high, path)
 
 
@@ -82,10 +82,10 @@ def _of_run(folder: str) -> Curve:
     try:
         rows = read_rows(read_regular(Path(folder, "metrics.jsonl"), MOST_OF_ROWS))
     except OSError as error:
-        raise UserError(f"--expect: cannot read {folder}/metrics.jsonl: {error.strerror}") from None
+        raise FileError(f"--expect: cannot read {folder}/metrics.jsonl: {error.strerror}") from None
     rows = [row for row in rows if _is_number(row.get("loss")) and row.get("consumed_tokens")]
     if len(rows) < 4 * SMOOTH:
-        raise UserError(
+        raise FileError(
             f"--expect {folder} has {len(rows)} steps with a loss; a curve needs {4 * SMOOTH}"
         )
     tokens, low, high = [], [], []

@@ -33,7 +33,7 @@ import torch
 from architecture import model_stats
 from architecture.shape import ModelShape
 from base.cli import VERSION
-from base.errors import NOT_WRITTEN, UserError, printable
+from base.errors import NOT_WRITTEN, FileError, printable
 from checkpointing.state import Progress
 from config.phases import PlacedPhase
 from config.run_options import TRACKED_RUNS, unused_number
@@ -478,7 +478,7 @@ class Log(Observer):
             if self.config.run.tensorboard or self.config.run.wandb:
                 self.trackers = open_trackers(self.config)
         except OSError as error:
-            raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
+            raise FileError(f"cannot write in {out}: {error.strerror or error}") from None
         if moved and of_another_run:
             self.note(
                 f"{out} has files of another run, which now have names that end in .{number}: "

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from base.errors import NodeError, UserError
+from base.errors import FileError, LossError, NodeError, UserError
 from base.regular_files import MOST_OF_ROWS, read_regular
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
@@ -245,7 +245,7 @@ def skip_earlier_spikes(config: Config) -> Config:
         for path in parts_of(config.run.out, "spikes.jsonl", config.past.run)[-1:]:
             rows = read_rows(read_regular(path, MOST_OF_ROWS))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
     ranges = []
     for row in rows:
         if "passed_over" in row:
@@ -259,7 +259,7 @@ def _range_of(samples: Any, path: Path) -> tuple[int, int]:
         first, end = samples
         if 0 <= first <= end:
             return first, end
-    raise UserError(f"{path} has a row whose passed_over is {samples!r:.80}, not [A, B]")
+    raise FileError(f"{path} has a row whose passed_over is {samples!r:.80}, not [A, B]")
 
 
 class SpikeMonitor(LossMonitor):
@@ -360,7 +360,7 @@ class SpikeMonitor(LossMonitor):
             text += ": --resume auto goes back to the newest checkpoint and skips the "
             raise NodeError(f"{text}batches since then", [], "spike")
         if action == "end":
-            raise UserError(f"{text}, and spike_limit is {self.config.run.spike_limit}")
+            raise LossError(f"{text}, and spike_limit is {self.config.run.spike_limit}")
 
     def _facts(self, step: Judged) -> dict[str, Any]:
         """Return the gradient norms of a step by layer, and on rank 0 a sketch of its tokens.
@@ -480,7 +480,7 @@ def divergence(run: Run, good: Progress, now: Progress, bad: int, saved: bool) -
     if saved:
         advice = f"the state after step {good.iteration} is in {run.out}/checkpoints; --resume "
         advice += f"auto {samples} continues from it without the samples since"
-    return UserError(
+    return LossError(
         f"the loss was not finite for {bad} steps in a row, up to step {now.iteration} "
         f"(max-nan-steps is {run.max_nan_steps}): {advice}"
     )

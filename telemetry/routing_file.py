@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.errors import UserError
+from base.errors import FileError, UserError
 from base.regular_files import open_regular
 from config.schema import Config
 from config.timeline import Timeline
@@ -77,7 +77,7 @@ class RoutingFile:
             if axes_of_sample[-1] == self.k + 1:
                 axes_of_sample[-1] = self.k  # without the checksum
             needed = (shape[0], *without_checksums)
-            raise UserError(
+            raise FileError(
                 f"{self.path} has {(samples, *axes_of_sample)} ({axes}), but this run has {needed}"
             )
         # The table is mapped for reading only. --record-routing writes through this descriptor.
@@ -157,7 +157,7 @@ def _make(path: str, shape: tuple[int, ...]) -> None:
             np.lib.format.write_array_header_1_0(file, header)
             file.truncate(file.tell() + 2 * math.prod(shape))
     except OSError as error:
-        raise UserError(f"--record-routing {path}: {error.strerror}") from None
+        raise FileError(f"--record-routing {path}: {error.strerror}") from None
 
 
 def _lengthen(path: str, shape: tuple[int, ...]) -> None:
@@ -173,10 +173,10 @@ def _lengthen(path: str, shape: tuple[int, ...]) -> None:
         with open(path, "r+b") as file:
             np.lib.format.write_array_header_1_0(file, header)
             if file.tell() != offset:
-                raise UserError(f"--record-routing {path} has no room for {shape[0]} samples")
+                raise FileError(f"--record-routing {path} has no room for {shape[0]} samples")
             file.truncate(offset + 2 * math.prod(shape))
     except OSError as error:
-        raise UserError(f"--record-routing {path}: {error.strerror}") from None
+        raise FileError(f"--record-routing {path}: {error.strerror}") from None
 
 
 def _opened(path: str) -> tuple[np.ndarray, int]:
@@ -198,7 +198,7 @@ def _opened(path: str) -> tuple[np.ndarray, int]:
                 return np.zeros(shape, np.uint16), offset
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is no file of --record-routing: {error}") from None
+        raise FileError(f"{path} is no file of --record-routing: {error}") from None
     return np.frombuffer(mapped, "<u2", offset=offset).reshape(shape), offset
 
 
@@ -239,25 +239,25 @@ class BlockRouting:
             experts = elements[:, : file.k] - 1
             if (experts < 0).any():
                 last = first_sample + samples - 1
-                raise UserError(f"--pin-routing {file.path} has no experts for sample {last}")
+                raise FileError(f"--pin-routing {file.path} has no experts for sample {last}")
             if elements.shape[1] > file.k:
                 right = checksums(elements[:, : file.k], *place)
                 if (wrong := elements[:, file.k] != right).any():
                     damaged = first_sample + int(sample_of_token[wrong][0])
-                    raise UserError(
+                    raise FileError(
                         f"--pin-routing {file.path} is damaged: the experts of sample {damaged} in "
                         f"block {self.block} do not have their checksum"
                     )
             # The k experts of a token are different, and ascend.
             if (np.diff(experts, axis=-1) <= 0).any():
                 last = first_sample + samples - 1
-                raise UserError(
+                raise FileError(
                     f"--pin-routing {file.path} is damaged: the experts of a token up to sample "
                     f"{last} in block {self.block} do not ascend"
                 )
             if (experts >= file.experts).any():
                 numbers = f"expert {experts.max()}, but this run has experts({file.experts})"
-                raise UserError(f"--pin-routing {file.path} has {numbers}")
+                raise FileError(f"--pin-routing {file.path} has {numbers}")
             return torch.from_numpy(experts).to(chosen.device)
         experts = chosen.cpu().numpy()
         for sample in range(samples):

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from architecture import families
-from base.errors import UserError
+from base.errors import PackageError, UserError
 from base.paths import write_file
 from config.schema import Config
 
@@ -98,7 +98,7 @@ def check(config: Config) -> None:
     """Raise UserError if a tracker that the options ask for could not start on this node."""
     # The package is looked for and not imported, since torch.utils.tensorboard would import torch.
     if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--tensorboard needs the package tensorboard")
+        raise PackageError("--tensorboard needs the package tensorboard")
     if not config.run.wandb:
         return
     module = _package("wandb", "wandb")
@@ -164,7 +164,7 @@ def _package(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UserError(f"--{package} needs the package {package}: {error}") from None
+        raise PackageError(f"--{package} needs the package {package}: {error}") from None
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def _sentences(option: str, failure: type[Exception]) -> Iterator[None]:
     except failure as error:
         raise UserError(f"{option}: {' '.join(str(error).split()):.300}") from None
     except ModuleNotFoundError as error:
-        raise UserError(f"{option} needs a further package: {error}") from None
+        raise PackageError(f"{option} needs a further package: {error}") from None
 
 
 def _silence_threads(of_modules: str) -> None:

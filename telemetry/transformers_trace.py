@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import data
-from base.errors import UserError, installed
+from base.errors import ModelError, installed
 from config.schema import Config, Layout
 from distributed.collectives import Group
 from telemetry.sketches import Sketches, activation_sketch
@@ -43,7 +43,7 @@ def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarra
             local_files_only=True,
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"transformers cannot read {folder}: {error}") from None
+        raise ModelError(f"transformers cannot read {folder}: {error}") from None
     model.eval()
     samples = data.build(config).train
     names = about["activations"]
@@ -84,7 +84,7 @@ def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
     of_layers = [part for part in lists if len(part) == layers and _attention(part[0])]
     if len(of_layers) != 1:
         have = f"the model of transformers has {len(of_layers)} lists of {layers} layers"
-        raise UserError(f"{have} with attention; one is needed")
+        raise ModelError(f"{have} with attention; one is needed")
 
     def before(name: str, module: nn.Module, inputs: tuple) -> None:
         add(name, inputs[0])

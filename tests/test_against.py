@@ -2,6 +2,7 @@
 would not.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -96,6 +97,23 @@ def test_another_corpus_is_named(folder):
     found = against.compare(folder / "recipe", folder / "other corpus 1")
     assert found["data"] == "sample 1 of the run is another text"
     (folder / "kept").rename(folder / "others.sha256")
+
+
+@pytest.mark.parametrize(("text", "how"), [("{}", "it has another"), ("[]", "other texts")])
+def test_another_tokenizer_is_told_from_other_texts(text, how, folder, tmp_path):
+    """The recipe has the checksum of its tokenizer.json too."""
+    recipe = tmp_path / "recipe"
+    shutil.copytree(folder / "recipe", recipe)
+    checksum = hashlib.sha256(b"[]").hexdigest()
+    with (recipe / "corpus.sha256").open("a") as file:
+        file.write(f"{checksum}  texts.tokenizer.json\n")
+    tokenizer = folder / "others.tokenizer.json"
+    tokenizer.write_text(text)
+    found = against.compare(recipe, folder / "other corpus 1")
+    tokenizer.unlink()
+    assert how in found["data"]
+    assert found["data"].endswith("tokenizer")
+    assert against.compare(recipe, recipe / "seed-1")["verdict"] == "equal"
 
 
 @pytest.mark.parametrize(("factor", "until"), [(1.001, 12), (1.3, 25), (float("nan"), 5)])

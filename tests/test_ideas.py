@@ -1,4 +1,4 @@
-"""The six ideas of examples/ideas: if this failed, a person who adds a parameter, a loss term or
+"""The ideas of examples/ideas: if this failed, a person who adds a parameter, a loss term or
 an update rule would be stopped by the code, or would train another model in some layout.
 
 Each patch is applied to a copy of the code. check.py says that the right one is equal in every
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,32 +19,11 @@ from fork_server import Forked
 from ranks import ROOT, Outcome
 
 IDEAS = {path.stem: path.read_text() for path in (ROOT / "examples" / "ideas").glob("*.patch")}
-# Options of the run that has the idea, and how it is written with a sum left out: file, what is
-# there, what would be wrong. The sums are over tp (its ranks' heads, columns, inputs' gradients),
-# over the columns of a row that ZeRO cuts, and over the tokens of a micro-batch.
-CASES = {
-    "value_embeddings": ("", "layers/attention.py", "fill=0.5, partial=True", "fill=0.5"),
-    "gated_attention": (
-        "--idea-gate",
-        "layers/attention.py",
-        "self.idea_gate(x).sigmoid",
-        "F.linear(x, self.idea_gate.weight).sigmoid",
-    ),
-    "learned_softcap": ("", "model.py", "fill=5.0, partial=True", "fill=5.0"),
-    "normuon": (
-        "--optimizer muon",
-        "optim/muon.py",
-        "self.owners.update(squares, _idea_average_rows)",
-        "_idea_average_rows([square[None] for square in squares])",
-    ),
-    "second_next_token": (
-        "",
-        "model.py",
-        "column_linear(self.idea_norm(x), self.idea_second, None, factory)",
-        "F.linear(self.idea_norm(x), self.idea_second)",
-    ),
-    "penalty": ("", "model.py", "y.square().mean(-1).sum()", "y.square().mean()"),
-}
+# A wrong version of each: options of the run that has the idea, file, what is there, what is wrong.
+WRONG = tomllib.loads((ROOT / "examples" / "ideas" / "wrong.toml").read_text())
+# Those that the slow test runs; benchmarks/faults/ideas.py runs all.
+RUN = ("value_embeddings", "gated_attention", "learned_softcap", "normuon")
+RUN += ("second_next_token", "penalty")
 LAYOUTS = ("tp 2 dp 2 zero 2", "tp 2 pp 2 sequence-parallel schedule zb-v", "cp 2 recompute full")
 LAYOUTS += ("dp 2 zero 3 micro-batch-size 2",)
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --device cpu"
@@ -108,8 +88,9 @@ def check(code: Path, options: str, layouts: tuple[str, ...]) -> Outcome:
     return run(code, "check.py", *options.split(), *words)
 
 
-def test_there_are_six_ideas_of_forty_lines():
-    assert set(IDEAS) == set(CASES)
+def test_there_are_ten_ideas_of_forty_lines_and_a_wrong_version_of_each():
+    assert set(IDEAS) == set(WRONG)
+    assert len(IDEAS) == 10
     for name, diff in IDEAS.items():
         lines = diff.splitlines()
         assert len(lines) <= 60, name
@@ -117,7 +98,7 @@ def test_there_are_six_ideas_of_forty_lines():
         assert len(files) <= (2 if "architecture/shape.py" in diff else 1), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WRONG)
 def test_an_idea_has_its_place_also_beside_a_line_of_others(name):
     for path, lines in hunks_of(IDEAS[name]):
         text = (ROOT / path).read_text()
@@ -133,17 +114,26 @@ def test_an_idea_has_its_place_also_beside_a_line_of_others(name):
         assert all(line[1:] in found for line in lines if line[0] == "+")
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_what_makes_an_idea_wrong_is_there_once(name):
+    text = (ROOT / WRONG[name]["file"]).read_text()
+    for path, lines in hunks_of(IDEAS[name]):
+        if path == WRONG[name]["file"]:
+            text = applied(text, lines) or ""
+    assert text.count(WRONG[name]["right"]) == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RUN)
 def test_an_idea_is_equal_in_every_layout_and_its_missing_sum_is_found(name, tmp_path):
-    options, path, right, wrong = CASES[name]
+    case = WRONG[name]
+    options, path = case.get("options", ""), case["file"]
     code = copy_with(name, tmp_path)
     layouts = LAYOUTS if "muon" not in options else LAYOUTS[:3]  # Muon has no ZeRO 3
     found = check(code, options, layouts)
     assert found.status == 0, found.out + found.err
     text = (code / path).read_text()
-    assert text.count(right) == 1
-    (code / path).write_text(text.replace(right, wrong))
+    (code / path).write_text(text.replace(case["right"], case["wrong"]))
     found = check(code, options, WITH_SUM)
     assert found.status == 1, found.out + found.err
     assert "DIFFERS" in found.out

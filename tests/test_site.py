@@ -1,5 +1,6 @@
 """The pages of the site: if this failed, a link or an option would be missing in them."""
 
+import json
 import re
 import sys
 from dataclasses import fields
@@ -89,6 +90,33 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     words = ["-m", "mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", "-d", str(tmp_path)]
     done = start([sys.executable, *words])
     assert done.status == 0, done.err[-3000:]
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in html(tmp_path)}
+    assert {"README.html", "docs/check.html", "reference/train.html"} - set(pages) == set()
+    missing = []
+    for name, text in pages.items():
+        for link in re.findall(r'<(?:img|script|link)[^>]* (?:src|href)="([^"]+)"', text):
+            assert not link.startswith(("http", "//")) or "canonical" in text, (name, link)
+            file = (tmp_path / name).parent / link.partition("?")[0]
+            if not file.exists():
+                missing.append((name, link))
+    assert missing == [], "pictures, styles and scripts are files of the site"
+    index = json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
+    found = {entry["location"].partition("#")[0] for entry in index}
+    assert {"docs/check.html", "recipes/README.html"} - found == set(), "search knows the pages"
+
+
+def html(folder):
+    return [path for path in folder.rglob("*.html") if path.name != "404.html"]
+
+
+def test_each_page_begins_with_a_task(pages):
+    """A command, a question, or what you have and want; results and the README are no pages."""
+    without = []
+    for page in sorted((pages / "docs").glob("*.md")):
+        title, begin = page.read_text().split("\n\n")[:2]
+        if not (begin.startswith("    ") or "?" in title + begin or re.search("[Yy]ou", begin)):
+            without.append((page.name, begin[:80]))
+    assert without == []
 
 
 def test_every_package_of_the_site_has_an_exact_version():

@@ -32,7 +32,7 @@ from typing import Any
 
 from base import errors
 from base.cli import Parser
-from base.errors import UserError, exit_with
+from base.errors import ClusterError, UserError, exit_with
 from base.paths import check_folder
 from config import command_line, validation
 from config.run_options import Run
@@ -91,7 +91,9 @@ def main(arguments: list[str]) -> int:
         launch = discover()
         given = _parse(arguments)
         if launch.size < 2:
-            raise UserError("one rank is no cluster: start check.py --cluster with srun or mpirun")
+            raise ClusterError(
+                "one rank is no cluster: start check.py --cluster with srun or mpirun"
+            )
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     with errors.installed():
@@ -180,7 +182,7 @@ class Agent:
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         devices = set(self.exchange.gather("device", self.device))
         if len(devices) > 1:
-            raise UserError("some ranks have a GPU and others have none: give --device cpu")
+            raise ClusterError("some ranks have a GPU and others have none: give --device cpu")
         if first:
             options = {"device": self.device, "line_rate": self.given.line_rate, "seconds": 1.0}
             (self.out / "options.json").write_text(json.dumps(options))

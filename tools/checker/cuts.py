@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from base.errors import UserError
+from base.errors import ProgramError
 from tools.checker.programs import Built, Program, ProgramLayout
 
 Place = dict[str, tuple[int, int]]  # the rank's coordinate on each axis, and the axis's size
@@ -116,7 +116,7 @@ def shards_of(
         shape = tuple(parameter.shape)
         if shapes is not None:
             if name not in shapes:
-                raise UserError(
+                raise ProgramError(
                     f"one rank has no parameter {name!r}, which {layout.name} has: say in `names` "
                     f"of build() what its name is there"
                 )
@@ -144,7 +144,7 @@ def _elements(
         found = _cut(whole, cuts, place)
         if found is None or found.shape != local:
             parts = "nothing" if found is None else str(found.shape)
-            raise UserError(
+            raise ProgramError(
                 f"{asked}; by cut = {{{pattern!r}: {program.cut[pattern]!r}}} it were {parts}"
             )
         return found.reshape(-1)
@@ -158,7 +158,7 @@ def _elements(
         dims = [dim for dim, (a, b) in enumerate(zip(shape, local)) if a != b]
         dim = dims[0] if dims else 0
         where = "" if place or layout.ranks == 1 else ", and in `place` of build() where a rank is"
-        raise UserError(
+        raise ProgramError(
             f"{asked}, and nothing on the tensor says how it is cut: write "
             f"cut = {{{name!r}: {dim}}} into {program.path.name}, the dimension that tp cuts, or "
             f"{{'dp': {dim}}} for another axis{where}"
@@ -195,7 +195,7 @@ def _given_cuts(
     for axis, entry in entries.items():
         pair = tuple(entry) if isinstance(entry, list | tuple) else (entry, 1)
         if len(pair) != 2 or not all(isinstance(n, int) for n in pair) or pair[0] >= len(shape):
-            raise UserError(
+            raise ProgramError(
                 f"{asked}; cut has {value!r}: a dimension, or (dimension, stacked parts)"
             )
         dim = pair[0] % len(shape)
@@ -203,12 +203,12 @@ def _given_cuts(
             axis = _axis_of(shape[dim] / max(local[dim], 1), place)
         if axis is not None and axis not in place:
             if len(entries) == 1:
-                raise UserError(
+                raise ProgramError(
                     f"{asked}; cut names {axis!r}: say in `place` of build() where a rank is"
                 )
             continue
         if axis is None:
-            raise UserError(
+            raise ProgramError(
                 f"{asked}; cut has {value!r}: write the axis too, such as {{'ep': {dim}}}, and in "
                 f"`place` of build() where a rank is"
             )

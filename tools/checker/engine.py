@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import ProgramError
 from config.schema import Config, Layout
 from tools.checker.compare import LOADS, Difference, Reference, first_difference, relative
 from tools.checker.corpora import write_corpora
@@ -151,11 +151,11 @@ class Engine:
         """Keep the run of one rank in these sizes; UserError if it failed."""
         if isinstance(answers, Failure):
             of = f", with {sizes}," if sizes else ""
-            raise UserError(f"the run on one rank{of} fails: {answers.text}")
+            raise ProgramError(f"the run on one rank{of} fails: {answers.text}")
         (one,) = answers
         for step, loss in enumerate(one.losses, 1):
             if not math.isfinite(loss):
-                raise UserError(
+                raise ProgramError(
                     f"on one rank the loss of step {step} is {loss}, so that nothing can be "
                     f"compared: look at options that the small run keeps, such as --adam-eps"
                 )

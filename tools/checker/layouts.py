@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from config import command_line, validation
 from config.examples import examples
 from config.schema import SCHEDULES, Config, Layout
@@ -139,7 +139,7 @@ def read(text: str, config: Config) -> Layout:
     try:
         validation.check(dataclasses.replace(config, layout=layout), ranks_of(layout))
     except UserError as error:
-        raise UserError(f"--layout {text!r}, with the sizes of the check: {error}") from None
+        raise LayoutError(f"--layout {text!r}, with the sizes of the check: {error}") from None
     return layout
 
 

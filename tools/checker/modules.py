@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from base.errors import UserError, nearest
+from base.errors import ProgramError, UserError, nearest
 from tools.checker.cuts import local_of
 from tools.checker.programs import Program, ProgramLayout, load
 
@@ -42,10 +42,12 @@ def read_module(text: str, changed: Mapping[str, str]) -> Program:
     cls = getattr(module, name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         has = f"{program.path.name} has {', '.join(known) or 'none'}"
-        raise UserError(f"--module {text}: {name} is no torch module; {has}{nearest(name, known)}")
+        raise ProgramError(
+            f"--module {text}: {name} is no torch module; {has}{nearest(name, known)}"
+        )
     inputs = getattr(module, "inputs", None) or getattr(cls, "inputs", None)
     if not callable(inputs):
-        raise UserError(
+        raise ProgramError(
             f"{program.path.name} has no function inputs(batch), which returns the module's input "
             f"for so many samples: a tensor whose first dimension they are, or a tuple of such"
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import ProgramError
 from tools.checker.causes import title
 from tools.checker.compare import Difference, Reference, Rounding, first_difference
 from tools.checker.engine import LONGER, SECONDS_OF_ONE, Outcome, difference_of
@@ -67,7 +67,7 @@ class ProgramEngine:
         for step, loss in enumerate(one.losses, 1):
             if not math.isfinite(loss):
                 which = "no number" if math.isnan(loss) else f"{loss}"
-                raise UserError(
+                raise ProgramError(
                     f"{self.program.path.name}: on one rank the loss of step {step} is {which}, so "
                     f"that nothing can be compared"
                 )
@@ -82,7 +82,7 @@ class ProgramEngine:
                 if number:
                     self.reference.rounding.add(again.growth, set())
                 elif again.seen and (differs := first_difference(self.reference, [again.seen])):
-                    raise UserError(self._unrepeatable(differs))
+                    raise ProgramError(self._unrepeatable(differs))
         return one
 
     def _unrepeatable(self, difference: Difference) -> str:
@@ -105,7 +105,7 @@ class ProgramEngine:
                 f" (torch's default type is float64 here; dtype = torch.float32 in "
                 f"{self.program.path.name} changes it)"
             )
-        raise UserError("\n  ".join([text, *lines]))
+        raise ProgramError("\n  ".join([text, *lines]))
 
     def reference_of(self, outcome: Outcome) -> Reference:
         """Return the tensors of one rank with which an outcome was compared."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from base.errors import UserError
+from base.errors import ProgramError, UserError
 from distributed import local_ranks
 from tools.checker.compare import Reference, SeenPieces
 from tools.checker.cuts import Shard, place_of, shards_of, take_weights
@@ -198,7 +198,7 @@ def _loss_of(made: Any, program: Program) -> tuple[float | None, float | None]:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().item()
         if value is not None and not isinstance(value, numbers.Real | np.number):
-            raise UserError(
+            raise ProgramError(
                 f"{program.path.name}: step() returns the loss of the global batch, a number, or "
                 f"the pair (loss, norm); its {what} is {value!r:.80}"
             )

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from base.errors import UserError, nearest
+from base.errors import FileError, ProgramError, UserError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Axes by whose sizes the ranks are multiplied; ep is a second view of the others.
@@ -228,7 +228,7 @@ def read_program(path: Path, changed: Mapping[str, str]) -> Program:
     program, module = load(path, changed, "--program")
     for name, what in (("layouts", "the list of its layouts"), ("build", "the program")):
         if not callable(getattr(module, name, None)):
-            raise UserError(f"{path.name} has no function {name}(), which returns {what}")
+            raise ProgramError(f"{path.name} has no function {name}(), which returns {what}")
     program.make = module.build
     with own_errors(program), program.modules:
         every = module.layouts()
@@ -243,10 +243,10 @@ def load(path: Path, changed: Mapping[str, str], flag: str) -> tuple[Program, An
     """
     path = path.resolve()
     if not path.is_file():
-        raise UserError(f"{flag} {path}: there is no such file")
+        raise FileError(f"{flag} {path}: there is no such file")
     spec = importlib.util.spec_from_file_location(NAME, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{flag} {path}: a file of Python, whose name ends in .py, is needed")
+        raise ProgramError(f"{flag} {path}: a file of Python, whose name ends in .py, is needed")
     module = importlib.util.module_from_spec(spec)
     program = Program(path, lambda layout: None, [], OwnModules(path.parent))
     with own_errors(program), program.modules:
@@ -271,20 +271,20 @@ def own_errors(program: Program) -> Iterator[None]:
         raise
     except Exception as error:
         _, lines = program.own_lines(error)
-        raise UserError("\n  ".join([program.sentence(error), *lines])) from error
+        raise ProgramError("\n  ".join([program.sentence(error), *lines])) from error
 
 
 def _layouts(every: Any, name: str) -> list[ProgramLayout]:
     """Return what layouts() has returned, checked."""
     is_list = isinstance(every, list | tuple) and all(isinstance(x, Mapping) for x in every)
     if not is_list or not every:
-        raise UserError(
+        raise ProgramError(
             f"{name}: layouts() returns a list of layouts, such as [{{}}, {{'tp': 2}}], not "
             f"{every!r:.80}"
         )
     layouts = [_layout(each, f"{name}: layouts() has {each!r}:") for each in every]
     if layouts[0].ranks != 1:
-        raise UserError(
+        raise ProgramError(
             f"{name}: the first of layouts() is one rank, such as {{}}, with which the others are "
             f"compared; it is {layouts[0].name!r}, {layouts[0].ranks} ranks"
         )
@@ -296,14 +296,14 @@ def _layout(given: Mapping[str, Any], where: str) -> ProgramLayout:
     for name, value in given.items():
         is_size = name in (*AXES, "ranks")
         if is_size and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UserError(f"{where} {name} is a number of ranks from 1, not {value!r}")
+            raise ProgramError(f"{where} {name} is a number of ranks from 1, not {value!r}")
     return ProgramLayout(tuple(given.items()))
 
 
 def _steps(steps: Any, name: str) -> int:
     """Return the number of steps of a run."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise UserError(f"{name}: steps is a number from 1, not {steps!r}")
+        raise ProgramError(f"{name}: steps is a number from 1, not {steps!r}")
     return steps
 
 
@@ -320,18 +320,20 @@ def _built(made: Any, name: str) -> Built:
     parts = dict(made) if isinstance(made, Mapping) else _attributes(made)
     for part in ("model", "step"):
         if parts.get(part) is None:
-            raise UserError(f"{name}: what build() returns has no {part!r}; it has {_list(parts)}")
+            raise ProgramError(
+                f"{name}: what build() returns has no {part!r}; it has {_list(parts)}"
+            )
     models = parts["model"]
     models = list(models) if isinstance(models, list | tuple) else [models]
     for model in models:
         if not hasattr(model, "named_parameters"):
-            raise UserError(
+            raise ProgramError(
                 f"{name}: model of build() is a torch module or a list of them, not a "
                 f"{type(model).__name__}"
             )
     for part in ("step", "save", "load"):
         if parts.get(part) is not None and not callable(parts[part]):
-            raise UserError(f"{name}: {part} of build() is a function, not {parts[part]!r:.80}")
+            raise ProgramError(f"{name}: {part} of build() is a function, not {parts[part]!r:.80}")
     optimizers = parts.get("optimizer")
     if not isinstance(optimizers, list | tuple):
         optimizers = [] if optimizers is None else [optimizers]
@@ -341,7 +343,7 @@ def _built(made: Any, name: str) -> Built:
     elif isinstance(names, Mapping):
         of_name = _by_table(names)
     else:
-        raise UserError(f"{name}: names of build() is a dict or a function, not {names!r:.80}")
+        raise ProgramError(f"{name}: names of build() is a dict or a function, not {names!r:.80}")
     return Built(
         models,
         list(optimizers),

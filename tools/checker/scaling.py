@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from base import errors
 from base.cli import Parser
-from base.errors import UserError
+from base.errors import PackageError, UserError
 from config.command_line import Request
 from config.schema import Config
 from distributed import local_ranks
@@ -329,7 +329,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError(errors.PLOTS) from error
+        raise PackageError(errors.PLOTS) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from base.errors import SET_UP, UserError
+from base.errors import SET_UP, FileError, PackageError
 
 SOURCE = Path(__file__).with_name("device_guard.cpp")
 COMPILERS = ("g++", "c++", "clang++")
@@ -32,7 +32,7 @@ def load(cache: Path | None = None) -> None:
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise UserError(f"rehearse.py needs torch: {SET_UP}")
+        raise PackageError(f"rehearse.py needs torch: {SET_UP}")
     torch_folder = Path(spec.origin).parent
     version = runpy.run_path(str(torch_folder / "version.py"))
     library = _compiled(torch_folder, version, cache or Path.home() / ".cache" / "trine")
@@ -58,7 +58,7 @@ def _compiled(torch_folder: Path, version: dict, cache: Path) -> Path:
         return library
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise UserError(
+        raise PackageError(
             f"rehearse.py compiles {SOURCE.name} once, and none of {', '.join(COMPILERS)} is on "
             f"PATH: install a C++ compiler, or load its module"
         )
@@ -72,9 +72,9 @@ def _compiled(torch_folder: Path, version: dict, cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise UserError(f"cannot write {library}: {error.strerror}") from None
+        raise FileError(f"cannot write {library}: {error.strerror}") from None
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
-        raise UserError(f"{compiler} cannot compile {SOURCE.name}: {first.strip()}")
+        raise PackageError(f"{compiler} cannot compile {SOURCE.name}: {first.strip()}")
     os.replace(part, library)
     return library

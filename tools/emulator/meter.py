@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from base.errors import UserError
+from base.errors import ProgramError
 from tools.emulator.recording import COPY, LOAD, RankTrace, calling_line
 
 ROUNDED_TO = 512  # sizes are rounded up to a multiple of this many bytes
@@ -293,7 +293,9 @@ class Meter(TorchDispatchMode):
             return True
         except DynamicOutputShapeException:
             where = f"{function} at {calling_line(2)} gives a shape that follows from values"
-            raise UserError(f"{where}: the host waits for them, and a rehearsal has none") from None
+            raise ProgramError(
+                f"{where}: the host waits for them, and a rehearsal has none"
+            ) from None
 
     def _indexed(self, tensor: Tensor, indices: Any) -> None:
         """Record the stops of indexing a tensor on the GPU.

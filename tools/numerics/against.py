@@ -14,19 +14,21 @@ The law: of n seeds a number has the mean m. Its relative spread is s, pooled ov
 outside of m (1 +- T s sqrt(1 + 1/n)) once in thousands of numbers.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import FileError, RunError
 from config.schema import GROUPS
 from tools.numerics.diff import compare_records, compare_traces, evaluations
 from tools.numerics.record import Record, differing, options, read_steps
 
 T = 4.0  # of a normal variable once in 16,000
 TENTHS = 10
+TOKENIZER = ".json"  # in the checksums of a recipe
 # Between one step and the next, rounding grows by less than this: else the losses have jumped.
 JUMP = 10.0
 # Options of a run that change its losses by rounding alone; those of the layout do too.
@@ -47,7 +49,7 @@ def compare(recipe: Path, run: Path) -> dict[str, Any]:
     """
     folders = sorted(recipe.glob("seed-*"))
     if len(folders) < 2:
-        raise UserError(f"{recipe} has {len(folders)} folders seed-N: a recipe has at least two")
+        raise RunError(f"{recipe} has {len(folders)} folders seed-N: a recipe has at least two")
     known = [read_steps(folder) for folder in folders]
     record = read_steps(run)
     ours = options(record.facts)
@@ -75,7 +77,7 @@ def compare(recipe: Path, run: Path) -> dict[str, Any]:
     }
     result["law"] = _outside(known, record)
     same = [each for each in known if each.facts["config"]["training"]["seed"] == ours["seed"]]
-    by_step = _compare_steps(same[0], record) if same else None
+    by_step = _compare_steps(same[0], record, result["data"]) if same else None
     if by_step:
         result |= by_step
     elif result["law"]:
@@ -109,31 +111,49 @@ def _other_corpus(recipe: Path, record: Record) -> str | None:
     """
     path = recipe / "corpus.sha256"
     wanted = _checksums(path)
-    if not wanted:
-        raise UserError(f"{path} has no checksum: a recipe says of which bytes its corpus is")
+    if not wanted.keys() >= {".bin", ".idx"}:
+        raise RunError(
+            f"{path} has no checksums of a .bin and an .idx: a recipe says of which bytes its "
+            "corpus is"
+        )
     for word in record.facts["config"].get("data", {}).get("data") or ():
         beside = Path(f"{word}.sha256")
-        if beside.is_file() and (has := _checksums(beside)) != wanted:
-            which = next(kind for kind in wanted if has.get(kind) != wanted[kind])
-            return (
-                f"{word}{which} has the checksum {has.get(which, 'none'):.12}, "
-                f"the recipe's corpus {wanted[which]:.12}"
-            )
+        if not beside.is_file():
+            continue
+        has = _checksums(beside)
+        which = next((kind for kind in (".bin", ".idx") if has.get(kind) != wanted[kind]), None)
+        if which is None:
+            continue
+        text = (
+            f"{word}{which} has the checksum {has.get(which, 'none'):.12}, the recipe's corpus "
+            f"{wanted[which]:.12}"
+        )
+        tokenizer = Path(f"{word}.tokenizer.json")
+        if TOKENIZER not in wanted or not tokenizer.is_file():
+            return text
+        with tokenizer.open("rb") as file:
+            is_same = hashlib.file_digest(file, "sha256").hexdigest() == wanted[TOKENIZER]
+        return f"{text}: {'other texts, of the same' if is_same else 'it has another'} tokenizer"
     return None
 
 
 def _checksums(path: Path) -> dict[str, str]:
-    """Return the checksums in a file of `sha256sum` by the ending of the names: .bin and .idx."""
+    """Return the checksums in a file of `sha256sum` by the ending of the names.
+
+    These are .bin and .idx, and in a recipe .json, of the tokenizer.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
     words = [line.split() for line in lines if line.strip()]
     return {Path(each[-1]).suffix: each[0] for each in words if len(each) == 2}
 
 
-def _compare_steps(known: Record, record: Record) -> dict[str, Any]:
+def _compare_steps(known: Record, record: Record, other_corpus: str | None) -> dict[str, Any]:
     """Return the first difference of two runs of one seed, as `compare` has it.
+
+    other_corpus: how the files of the corpus differ, if that is known.
 
     first: the first step whose loss or norm differs by more than rounding explains. jumps: whether
     the step before was much closer, as after a fault; rounding grows from step to step.
@@ -143,7 +163,7 @@ def _compare_steps(known: Record, record: Record) -> dict[str, Any]:
     first = found["losses"] or found["evaluations"]
     result = {"first": first, "jumps": bool(first) and _jumps(known, record, first)}
     if data:
-        result |= {"data": data, "jumps": True}
+        result |= {"data": other_corpus or data, "jumps": True}
     if first:
         result["tensor"] = compare_traces([known, record])["tensor"]
     return result
@@ -166,7 +186,7 @@ def _outside(known: list[Record], record: Record) -> list[dict[str, Any]]:
     squares = [(each[key] / means[key] - 1) ** 2 for each in numbers for key in shared]
     freedom = len(shared) * (len(numbers) - 1)
     if not freedom:
-        raise UserError(f"{known[0].folder} has too few steps to be compared")
+        raise RunError(f"{known[0].folder} has too few steps to be compared")
     spread = math.sqrt(sum(squares) / freedom)
     band = T * spread * math.sqrt(1 + 1 / len(numbers))
     outside = []

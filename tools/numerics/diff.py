@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from base.errors import UserError, number_ranges
+from base.errors import RunError, number_ranges
 from config.schema import Layout
 from tools.numerics.checks import is_number, is_texts
 from tools.numerics.places import described, place
@@ -79,7 +79,7 @@ def compare_restart(folder: Path) -> dict[str, Any]:
     resumed_at = after.steps[0]["iteration"]
     if resumed_at > last:
         resumed = f"{folder} was resumed at step {resumed_at}, after its last step {last}"
-        raise UserError(f"{resumed}: it has trained no step twice")
+        raise RunError(f"{resumed}: it has trained no step twice")
     result = compare_records(records, [f"{folder} before the last stop", f"{folder} after it"])
     result |= {"traces": [], "tensor": None, "measured_in_steps": []}
     kinds = ("data", "settings", "losses", "evaluations")
@@ -239,7 +239,7 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
     record = read_steps(run)
     names = common_traces([run])
     if not names:
-        raise UserError(f"{run} has no traces: train it with --trace-numerics STEP")
+        raise RunError(f"{run} has no traces: train it with --trace-numerics STEP")
     ours = read(run / "numerics" / names[0])
     sketches = activations(str(folder), run_files.config_of(str(run)), ours.about)
     # `theirs` becomes a trace like ours, of one rank. The sketches of its parameters are 0, since
@@ -292,7 +292,7 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
     for trace, record in zip((pair.a, pair.b), records):
         blocks = record.facts.get("blocks_per_stage")
         if not blocks or len(blocks) != trace.stages:
-            raise UserError(
+            raise RunError(
                 f"{record.folder}/run.json has the blocks of {len(blocks or ())} stages, and its "
                 f"trace is of {trace.stages}"
             )

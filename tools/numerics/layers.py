@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from base import errors
-from base.errors import UserError
+from base.errors import RunError
 from tools.numerics.chart import framed
 from tools.numerics.diff import common_traces
 from tools.numerics.places import BLOCK
@@ -30,7 +30,7 @@ def by_layer(a: Path, b: Path) -> dict[str, Any]:
     """
     names = common_traces([a, b])
     if not names:
-        raise UserError(f"no step is traced in both {a} and {b}: train with --trace-numerics")
+        raise RunError(f"no step is traced in both {a} and {b}: train with --trace-numerics")
     steps = []
     layers: list[str] = []
     shares: dict[tuple[int, str, int], float] = {}

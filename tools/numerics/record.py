@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import FileError, RunError, UserError
 from base.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import GROUPS
 from distributed.run_lock import in_use
@@ -117,7 +117,7 @@ def read_steps(folder: Path) -> Record:
     """Return the record of a run; raise UserError if it is no run or has no row of a step."""
     record = read(folder)
     if not record.steps:
-        raise UserError("; ".join([f"{folder} has no row of a step", *record.notes]))
+        raise RunError("; ".join([f"{folder} has no row of a step", *record.notes]))
     return record
 
 
@@ -129,7 +129,7 @@ def read(folder: Path, whole: bool = True) -> Record:
     try:
         facts = run_files.facts_of(str(folder / "run.json"))
     except UserError as error:
-        raise UserError(f"{folder} is no folder of a run: {error}") from None
+        raise RunError(f"{folder} is no folder of a run: {error}") from None
     config = facts["config"]
     notes: list[str] = []
     # Another version's run.json may lack options of this version, and have options of its own.
@@ -174,10 +174,10 @@ def _group(folder: Path, config: dict[str, Any], group: str) -> dict[str, Any]:
     """Return the recorded options of a group; raise UserError if a value has another type."""
     recorded = config.get(group, {})
     if not isinstance(recorded, dict):
-        raise UserError(f"{folder}/run.json: {group} is {recorded!r:.80}, not a table of options")
+        raise RunError(f"{folder}/run.json: {group} is {recorded!r:.80}, not a table of options")
     for field in fields(GROUPS[group]):
         if not fits(field, value := recorded.get(field.name)):
-            raise UserError(
+            raise RunError(
                 f"{folder}/run.json: the option {field.name} is {value!r:.80}, which has another "
                 f"type than the option"
             )
@@ -198,13 +198,11 @@ def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
     }
     for name, is_right in right.items():
         if facts.get(name) is not None and not is_right(facts[name]):
-            raise UserError(
-                f"{folder}/run.json: {name} is {facts[name]!r:.80}, which no run writes"
-            )
+            raise RunError(f"{folder}/run.json: {name} is {facts[name]!r:.80}, which no run writes")
     training = facts["config"].get("training", {})
     ends = [training.get("steps"), training.get("train_samples"), facts.get("total_steps")]
     if all(end is None for end in ends):
-        raise UserError(
+        raise RunError(
             f"{folder}/run.json says no length of the run: it has neither steps nor train_samples"
         )
 
@@ -219,7 +217,7 @@ def last_two_parts(folder: Path) -> list[Record]:
     found = earlier_parts(folder / "metrics.jsonl")
     earlier = [path for path in found if is_of(str(folder), path.suffix, run)]
     if not earlier:
-        raise UserError(f"{folder} has no earlier part of a run: give a second run to compare")
+        raise RunError(f"{folder} has no earlier part of a run: give a second run to compare")
     parts = []
     for ending in (earlier[-1].suffix, ""):
         facts = run_files.facts_of(str(folder / f"run.json{ending}"))
@@ -230,7 +228,7 @@ def last_two_parts(folder: Path) -> list[Record]:
         rows = _read_part(folder / f"metrics.jsonl{ending}", True, notes)
         steps = _rows_of_steps(rows)
         if not steps:
-            raise UserError(f"{folder}/metrics.jsonl{ending} has no row of a step")
+            raise RunError(f"{folder}/metrics.jsonl{ending} has no row of a step")
         parts.append(Record(folder, facts, rows, steps, [ending], notes))
     return parts
 
@@ -268,7 +266,7 @@ def _rows_in(file: Path) -> list[dict[str, Any]]:
     try:
         return read_rows(read_regular(file, MOST_OF_ROWS))
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
+        raise FileError(f"cannot read {file}: {error.strerror}") from None
 
 
 def options(facts: dict[str, Any]) -> dict[str, Any]:

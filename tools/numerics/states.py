@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import CheckpointError
 from checkpointing import folders
 from checkpointing.index import Index, check_files
 from tools.numerics.record import differing, option_lines, options
@@ -57,7 +57,7 @@ def _checkpoint_of(path: Path, other: Path) -> Path:
         if folders.step_of(checkpoint) == step:
             return Path(checkpoint)
     steps = ", ".join(str(folders.step_of(checkpoint)) for checkpoint in reversed(checkpoints))
-    raise UserError(f"{other} is of step {step}; {path} has checkpoints of steps {steps}")
+    raise CheckpointError(f"{other} is of step {step}; {path} has checkpoints of steps {steps}")
 
 
 def _facts(index: Index) -> dict[str, Any]:
@@ -85,7 +85,9 @@ def _compare_tensors(a: Index, b: Index) -> list[dict[str, Any]]:
                 relative = _relative_difference(a.read_whole(kind, name), b.read_whole(kind, name))
                 rows.append({"kind": kind, "name": name, "relative": relative})
     if not rows:
-        raise UserError(f"{a.folder} and {b.folder} have no tensor of the same name and shape")
+        raise CheckpointError(
+            f"{a.folder} and {b.folder} have no tensor of the same name and shape"
+        )
     return rows
 
 

@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError, printable
+from base.errors import RunError, UserError, printable
 from tools.numerics.record import Record, differing, find, options, read
 from tools.report.text_table import columns
 
@@ -58,7 +58,7 @@ def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
                 notes.append(f"{place}: the loss left the band of --expect at step {step}")
             notes += record.notes
     if not rows:
-        raise UserError("; ".join([f"{folder} has no folder with a run.json to read", *notes]))
+        raise RunError("; ".join([f"{folder} has no folder with a run.json to read", *notes]))
     differing_options = differing(tables)  # by the option's name, a value for each run
     for number, row in enumerate(rows):
         shown = [name for name in differing_options if name not in SHOWN]

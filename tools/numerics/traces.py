@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import FileError, RunError
 from base.regular_files import open_regular
 from config.schema import Layout
 from corpora.mapped_files import read_header
@@ -99,7 +99,7 @@ def read(path: Path) -> Trace:
             about = json.loads(_array(archive, "about", "u1", 1).tobytes())
             if not isinstance(about, dict) or about.get("format") != FORMAT:
                 found = about.get("format") if isinstance(about, dict) else about
-                raise UserError(
+                raise RunError(
                     f"{path} has format {found!r:.80}, but this program reads format {FORMAT}"
                 )
             _check_about(about)
@@ -108,9 +108,9 @@ def read(path: Path) -> Trace:
         _check_sizes(about, values, responses)
         return Trace(about, values, responses)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        raise FileError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, EOFError, RecursionError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is no file of --trace-numerics: {error}") from None
+        raise RunError(f"{path} is no file of --trace-numerics: {error}") from None
 
 
 def _array(archive: zipfile.ZipFile, name: str, kind: str, axes: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from architecture import model_stats
 from architecture.shape import ModelShape
 from base import paths
 from base.console import as_typed
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from tools.planner import cost, layouts, model_sizes, recipe
 from tools.planner.layout_table import notes, ranked_lines
 from tools.planner.questions import BILLION, Answer, Question
@@ -166,7 +166,7 @@ def search(question: Question, law: Law, seconds: float) -> Found:
         ]
         if not ranked:
             text = f"{model_stats.parameters(shape) / BILLION:.1f} B parameters"
-            raise UserError(
+            raise LayoutError(
                 f"budget: {law.name} asks for {text}, of which no layout fits on {gpus} GPUs of "
                 f"{question.machine.name}: more GPUs for fewer days, or --tokens-per-parameter"
             )

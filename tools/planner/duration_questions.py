@@ -11,7 +11,7 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from config import validation
 from config.timeline import Timeline
 from costs.job import Job
@@ -48,7 +48,7 @@ def days(question: Question) -> Answer:
         if answer.ranked:
             reasons = [risk_of_fitting(question, answer.ranked)]
         why = "; ".join([*reasons, *where_it_fits(question, answer)])
-        raise UserError(f"no layout fits on {where}: {why}".removesuffix(": "))
+        raise LayoutError(f"no layout fits on {where}: {why}".removesuffix(": "))
     best = safe[0]
     step = best.prediction.seconds
     seconds = tokens / best.prediction.tokens_per_second

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from base.console import as_typed
-from base.errors import UserError
+from base.errors import RunError
 from config.command_line import to_words
 from config.mesh_axes import coordinates, rows_along
 from config.schema import Config, Layout
@@ -116,10 +116,10 @@ def read_rows(run: str, ranks: int) -> list[MeasuredStep]:
             row = _row(values)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = f"is no row of a measured step: {error}"
-            raise UserError(f"{file}, line {number} {reason}") from None
+            raise RunError(f"{file}, line {number} {reason}") from None
         if len(row.nodes) != ranks:
             has = f"has times of {len(row.nodes)} ranks, but the run has {ranks}"
-            raise UserError(f"{file}, line {number} {has}")
+            raise RunError(f"{file}, line {number} {has}")
         rows.append(row)
     return rows
 
@@ -427,7 +427,7 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[MeasuredStep]
     world = layout.tp * layout.pp * layout.cp * (layout.dp or 1)
     rows = read_rows(run, world)
     if not rows:
-        raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
+        raise RunError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
     newest = rows[-1].ended  # (ranks, passes)
     alike = [row for row in rows if row.ended.shape == newest.shape]
     plain = [row for row in alike if not row.follows_others]  # not after a save or an evaluation
@@ -439,7 +439,7 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[MeasuredStep]
         order = schedule_for(layout, newest.shape[1] // passes)
         return rows, MeasuredSteps(chosen, layout, order)
     except ValueError as error:
-        raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None
+        raise RunError(f"{run}/times.jsonl does not go with its run.json: {error}") from None
 
 
 def _slow_ranks(

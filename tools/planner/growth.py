@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from base.paths import write_file
 from config.batch_schedule import Level
 from config.schema import Config, Layout, Training
@@ -124,7 +124,7 @@ def fastest(question: Question, segment: NodeSegment) -> tuple[Layout, float]:
         sizes = f"{segment.levels[0].batch} to {last}"
         where = f"{segment.nodes} nodes ({gpus} GPUs of {question.machine.name})"
         why = "".join(f", such as: {entry.reason}" for entry in answer.rejected[:1])
-        raise UserError(f"no layout on {where} fits and runs the batches {sizes}{why}")
+        raise LayoutError(f"no layout on {where} fits and runs the batches {sizes}{why}")
     seconds, layout = min(timed, key=lambda one: one[0])
     return layout, seconds
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from architecture import model_stats
 from base import paths
-from base.errors import UserError
+from base.errors import RunError, UserError
 from config.command_line import parse
 from config.schema import Config
 from config.timeline import Timeline
@@ -109,7 +109,7 @@ def read(path: str) -> Rung:
     rows = [row for row in rows_of(Path(path) / "metrics.jsonl") if "loss" in row]
     rows = [row for row in rows if row.get("consumed_tokens") and row["loss"] is not None]
     if len(rows) < 2 * LAST_STEPS:
-        raise UserError(
+        raise RunError(
             f"{path} has {len(rows)} steps with a loss: a run of a ladder needs {2 * LAST_STEPS}"
         )
     tokens = tuple(int(row["consumed_tokens"]) for row in rows)

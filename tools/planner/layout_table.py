@@ -9,7 +9,7 @@ import re
 import shlex
 
 from base.console import IS_INSTALLED
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from config import schema
 from costs import risk
 from costs.job import Job
@@ -152,7 +152,7 @@ def _batch_file(found: FoundLayouts) -> str:
             f"--sbatch writes batch files for train.py, not for {question.program.name}"
         )
     if not found.safe:
-        raise UserError("--sbatch: no layout fits at --risk, so there is nothing to submit")
+        raise LayoutError("--sbatch: no layout fits at --risk, so there is nothing to submit")
     chosen = found.safe[0]
     longest = chosen.prediction.interval[1]
     words = train_arguments(question, chosen.layout)

@@ -16,7 +16,7 @@ from typing import Any
 
 from architecture.model_stats import parameters
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import LayoutError
 from config.command_line import reshape
 from config.validation import check_shape
 from costs import memory_terms, risk
@@ -50,7 +50,7 @@ def largest(fits: Fits, like: ModelShape, gpus: int) -> tuple[int, ModelShape, R
         elif trains:
             break
     if not trains:
-        raise UserError(f"no model of hidden 512 or more fits on {gpus} GPUs")
+        raise LayoutError(f"no model of hidden 512 or more fits on {gpus} GPUs")
     return max(trains, key=lambda found: found[0])
 
 
@@ -108,7 +108,9 @@ def near(like: ModelShape, size: float) -> ModelShape:
             break
         shapes.append(resized(like, layers, hidden, hidden // 128))
     if not shapes:
-        raise UserError(f"no shape like this has {size:,.0f} parameters: the vocabulary is larger")
+        raise LayoutError(
+            f"no shape like this has {size:,.0f} parameters: the vocabulary is larger"
+        )
 
     def off(shape: ModelShape) -> tuple[float, float]:
         error = abs(parameters(shape) / size - 1)
@@ -131,7 +133,7 @@ def smallest(fits: Fits, model: ModelShape, node: int, least: int = 1) -> tuple[
     while (found := fits(model, enough * node)) is None:
         enough *= 2
         if enough > MOST_NODES:
-            raise UserError(f"the model fits on no number of nodes up to {MOST_NODES}")
+            raise LayoutError(f"the model fits on no number of nodes up to {MOST_NODES}")
     for nodes in range(least, enough):
         if line := fits(model, nodes * node):
             return nodes, line

@@ -23,7 +23,7 @@ from typing import Any
 from architecture import model_stats
 from architecture.mup import check_mup
 from architecture.shape import ModelShape
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from config.command_line import reshape
 from config.schema import GROUPS, Config, Layout
 from tools.planner import model_sizes
@@ -98,7 +98,7 @@ def make(run: Config, layout: Layout, tokens: float, loss: float) -> Recipe:
     base = shapes[0]
     known = [model_stats.parameters(shape) for shape in shapes]
     if sorted({*known}) != known or known[-1] > MOST_OF_LARGE * size:
-        raise UserError(
+        raise LayoutError(
             f"budget: a ladder has runs of {', '.join(f'1/{part}' for part in PARTS)} of "
             f"{size:,} parameters, of which the vocabulary of {like.vocab_size:,} leaves no shape: "
             "a larger budget, or --model with fewer tokens"
@@ -134,7 +134,7 @@ def _rung(like: ModelShape, size: int, part: int) -> ModelShape:
     try:
         return model_sizes.near(like, size / part)
     except UserError as error:
-        raise UserError(f"budget: no ladder for {size:,} parameters: {error}") from None
+        raise error.said(f"budget: no ladder for {size:,} parameters: {error}") from None
 
 
 def _without_embedding(model: ModelShape) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from architecture import families
 from architecture.shape import ModelShape
-from base.errors import UserError, printable
+from base.errors import FileError, RunError, printable
 from base.regular_files import MOST_OF_ROWS, read_regular
 from config.command_line import build, check_option
 from config.run_options import DynamicScale
@@ -94,7 +94,7 @@ def options_of(path: str) -> dict[str, Any]:
         other = {name for name, value in values.items() if value} - known
         unknown = sorted(other.difference(DynamicScale._fields, ["schedule_costs"]))
         if unknown:
-            raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
+            raise RunError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
         found |= {name: value for name, value in values.items() if name in known}
     if str(found.get("schedule")).startswith("searched"):
         found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
@@ -130,7 +130,7 @@ def check_schedule(path: str, config: Config) -> None:
     """Raise UserError if a run's schedule is an order that an earlier version searched for."""
     name = config.layout.schedule
     if name not in SCHEDULES:
-        raise UserError(
+        raise RunError(
             f"{path} has the schedule {name!r}, which an earlier version searched for: this "
             f"version has {', '.join(SCHEDULES)}, so it cannot price the run's passes"
         )
@@ -143,7 +143,7 @@ def facts_of(path: str) -> dict[str, Any]:
     """
     found = families.run_file_in(path) if Path(path).is_dir() else path
     if found is None:
-        raise UserError(f"{path} is no run's folder and no checkpoint of one: there is no run.json")
+        raise RunError(f"{path} is no run's folder and no checkpoint of one: there is no run.json")
     facts = families.read_object(found)
     config = facts.get("config")
     # Every part that the functions of this file read must be an object of JSON.
@@ -151,7 +151,7 @@ def facts_of(path: str) -> dict[str, Any]:
     if isinstance(config, dict):
         objects += [config.get("model"), config.get("layout", {}), config.get("training", {})]
     if not all(isinstance(value, dict) for value in objects):
-        raise UserError(f"{found} is no run.json: it has no configuration of a run")
+        raise RunError(f"{found} is no run.json: it has no configuration of a run")
     return facts
 
 
@@ -167,7 +167,7 @@ def note_of_unknown(path: str) -> str | None:
     try:
         text, elements = str(unknown["tensors"]), int(unknown["elements"])
     except (LookupError, TypeError, ValueError):
-        raise UserError(f"{path}/run.json has an `unknown` of another form") from None
+        raise RunError(f"{path}/run.json has an `unknown` of another form") from None
     return (
         f"{path} has a model with {elements:+,} parameters beside those that its options describe, "
         f"which the plan leaves out: {printable(text)}"
@@ -184,7 +184,7 @@ def cluster_of(path: str) -> tuple[str, str]:
     try:
         return str(cluster["device"]), cluster["places"][0]["device"].partition(":")[0]
     except (AttributeError, LookupError, TypeError):
-        raise UserError(f"{path}/run.json has no device and places of ranks") from None
+        raise RunError(f"{path}/run.json has no device and places of ranks") from None
 
 
 def read(path: str, machine: Machine) -> MeasuredRun:
@@ -199,7 +199,7 @@ def read(path: str, machine: Machine) -> MeasuredRun:
     device = str(facts_of(path).get("cluster", {}).get("device", ""))
     if not machine.has_device(device):
         there = f"{device or 'no stated device'!r}"
-        raise UserError(f"{path} ran on {there}, but {machine.name} has {machine.device!r}")
+        raise RunError(f"{path} ran on {there}, but {machine.name} has {machine.device!r}")
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     # By batch size, the seconds of the counted steps; {0: []} so that `max` finds an entry.
     by_batch: dict[int, list[float]] = {0: []}
@@ -211,7 +211,7 @@ def read(path: str, machine: Machine) -> MeasuredRun:
     batch, seconds = max(by_batch.items(), key=lambda item: len(item[1]))
     if len(seconds) < FEWEST_STEPS:
         has = f"{len(seconds)} after the first {WARM_UP_STEPS}"
-        raise UserError(f"{path}: a median needs {FEWEST_STEPS} steps or more, it has {has}")
+        raise RunError(f"{path}: a median needs {FEWEST_STEPS} steps or more, it has {has}")
     # The job has this batch size without a ramp-up, and the schedule that the run had.
     training = replace(config.training, **FULL_BATCH | {"global_batch_size": batch})
     job = Job(config.model, replace(config.layout, dp=config.layout.dp or 1), training, machine)
@@ -232,9 +232,9 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
         lines = read_regular(file, MOST_OF_ROWS).splitlines(keepends=True)
         rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
+        raise FileError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not lines of JSON: {error}") from None
+        raise RunError(f"{file} is not lines of JSON: {error}") from None
     if not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{file} has lines that are no JSON objects")
+        raise RunError(f"{file} has lines that are no JSON objects")
     return rows

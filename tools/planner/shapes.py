@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from architecture import model_stats
 from architecture.shape import ModelShape
 from base.console import as_typed
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from config.schema import Layout
 from costs import op_costs, time_terms
 from costs.job import Job
@@ -77,16 +77,16 @@ def shapes(question: Question) -> Answer:
     like = question.config.model
     base = _ranked(question, model_sizes.near(like, size), None)
     if base is None:
-        raise UserError(f"no layout of {size / BILLION:.1f} B parameters fits: give more GPUs")
+        raise LayoutError(f"no layout of {size / BILLION:.1f} B parameters fits: give more GPUs")
     layout = base.layout
     found = _candidates(question, size, layout)
     if not found:
-        raise UserError(f"no shape of {size / BILLION:.2f} B parameters: give fewer of its sizes")
+        raise LayoutError(f"no shape of {size / BILLION:.2f} B parameters: give fewer of its sizes")
     found.sort(key=partial(_block_seconds, question, layout))
     lines = {model: _ranked(question, model, layout) for model in found[:CANDIDATES]}
     ranked = [_shape(question, model, line) for model, line in lines.items() if line is not None]
     if not ranked:
-        raise UserError(f"none of {len(lines)} shapes of {size / BILLION:.1f} B parameters fits")
+        raise LayoutError(f"none of {len(lines)} shapes of {size / BILLION:.1f} B parameters fits")
     ranked.sort(key=lambda shape: shape.per_parameter)
     top = options.top if options.top != 20 else TOP
     rows = [HEADS, *(_row(shape, ranked[0]) for shape in ranked[:top])]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import LayoutError, UserError
 from config.command_line import to_words
 from config.schema import GROUPS, Config, Layout
 from config.validation import refusal
@@ -102,10 +102,10 @@ class Fewer:
         slower than --max-slowdown allows, or if the MOST_REHEARSED fastest layouts are rejected.
         """
         if self.seconds is None:
-            raise UserError(f"the planner does not price the layout as given: {self.rejected}")
+            raise LayoutError(f"the planner does not price the layout as given: {self.rejected}")
         layouts_by_speed = self._layouts(left)
         if not layouts_by_speed:
-            raise UserError(f"the planner finds no layout on {left} nodes")
+            raise LayoutError(f"the planner finds no layout on {left} nodes")
         limit = self.options.max_slowdown
         finding = ""  # the text of the latest rehearsal
         for found in layouts_by_speed[:MOST_REHEARSED]:

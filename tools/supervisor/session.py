@@ -24,7 +24,7 @@ from types import FrameType
 
 import psutil
 
-from base.errors import UserError, environment_with_end
+from base.errors import FileError, UserError, environment_with_end
 from distributed.parent_death import signal_at_parents_death
 from distributed.run_lock import in_use
 from tools.supervisor import evidence
@@ -85,7 +85,7 @@ class Processes:
                 preexec_fn=self._prepare,
             )
         except OSError as error:
-            raise UserError(f"cannot start {words[0]}: {error.strerror}") from None
+            raise FileError(f"cannot start {words[0]}: {error.strerror}") from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         status = self._wait(process, reported)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from architecture.model_stats import parameters
 from costs.hardware import Machine
@@ -150,6 +151,34 @@ def summary(result: SearchResult) -> list[str]:
         error = f"median {median:.2f}, mean deviation from it {deviation:.0%}"
         lines.append(f"Measured over predicted: {error}.")
     return lines
+
+
+def data(result: SearchResult) -> dict[str, Any]:
+    """Return the search as an object for `tune.py --json`: its layouts, the fastest first.
+
+    seconds is null for a layout that never ran to the end; command trains on the fastest one.
+    """
+    layouts = []
+    for row in result.rows:
+        facts: dict[str, Any] = {
+            "layout": row.candidate.label,
+            "ranks": row.candidate.ranks,
+            "seconds": row.seconds if row.ok else None,
+            "predicted": row.candidate.prediction.seconds,
+            "trials": len(row.trials),
+            "notes": row.notes,
+        }
+        if row.ok:
+            facts |= {"spread": row.spread, "memory_bytes_per_stage": row.memory}
+            facts |= {"tokens_per_second": row.rate("tokens_per_second")}
+        layouts.append(facts)
+    best = result.ranked[0].candidate if result.ranked else None
+    return {
+        "ending": result.ending,
+        "layouts": layouts,
+        "rejected": len(result.rejected),
+        "command": result.command(best) if best else None,
+    }
 
 
 # ---- table.md ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from base.console import IS_INSTALLED, as_typed
-from base.errors import UserError
+from base.errors import FileError, LayoutError, UserError
 from base.paths import check_folder, write_file
 from config import command_line
 from costs import hardware
@@ -185,7 +185,7 @@ class Session:
             print(f"note: {self.store.note}", file=sys.stderr)
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
         if not shutil.which(launcher):
-            raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
+            raise FileError(f"cannot start {launcher!r} of --launch: there is no such program")
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
         self.ending = "every layout has been measured"
@@ -288,7 +288,7 @@ class Session:
         if slower:
             say(f"{slower} more are likely slower than most of these: not predicted")
         if not candidates:
-            raise UserError(f"no layout can run on {ranks} ranks: see the reasons above")
+            raise LayoutError(f"no layout can run on {ranks} ranks: see the reasons above")
         self.wanted = {candidate.key: candidate for candidate in candidates}
         if self.options.all:
             for candidate in candidates:

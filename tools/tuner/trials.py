@@ -27,7 +27,7 @@ from typing import Any, cast, get_origin
 
 import psutil
 
-from base.errors import UserError, printable
+from base.errors import FileError, UserError, printable
 from base.regular_files import MOST_OF_ROWS, read_regular
 from tools.tuner import search_space
 from tools.tuner.search import LEAST_NOISE
@@ -247,7 +247,7 @@ def execute(
                     handlers[sent.si_signo](sent.si_signo, None)
             status = process.poll()
         except OSError as error:
-            raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
+            raise FileError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
         finally:
             _terminate(process, trial_id)
             process = None  # so that Popen.__del__ runs while signals are still blocked
@@ -395,7 +395,7 @@ class TrialStore:
             if os.path.lexists(path):
                 text = read_regular(path, MOST_OF_ROWS).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the trials in {path}: {error}") from None
+            raise FileError(f"cannot read the trials in {path}: {error}") from None
         *lines, incomplete_line = text.split("\n")
         for number, line in enumerate(lines, start=1):
             try:
@@ -403,7 +403,7 @@ class TrialStore:
                 known = {f.name: values[f.name] for f in fields(Trial) if f.name in values}
                 self.trials.append(_checked(Trial(**known)))
             except (ValueError, TypeError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}, is no trial: {error}") from None
+                raise FileError(f"{path}, line {number}, is no trial: {error}") from None
         # If a search was killed while it wrote a line, remove this line, since others are appended.
         self.note = ""
         if incomplete_line:
@@ -420,7 +420,7 @@ class TrialStore:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise UserError(
+            raise FileError(
                 f"cannot write trial {len(self.trials)} into {self.path}: {error.strerror}; the "
                 f"{len(self.trials) - 1} before it are there: make room, and run the same command "
                 "again"
