@@ -272,6 +272,8 @@ class Agent:
         ranks = self._few_ranks()
         ranks = ranks[: 2 ** (len(ranks).bit_length() - 1)]  # which divides the run's samples
         words = ["train.py", "--config", str(RECIPE / "run.toml"), "--seed", "1", "--tp", "2"]
+        # One micro-batch a step, of the 16 samples by as many replicas as there are pairs of ranks.
+        words += ["--micro-batch-size", str(16 * 2 // len(ranks))]
         words += ["--precision", "fp32", "--data", str(self.out / "stories")]
         words += ["--eval-data", f"others={self.out}/others:512"]
         words += ["--out", str(self.out / "known"), "--device", self.device]
