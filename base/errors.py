@@ -341,7 +341,8 @@ def leave_end(status: int, error: str = "") -> None:
 
 def answer(error: UserError, beside: Mapping[str, Any] | None = None) -> str:
     """Return an error as the object that a program reads: error, code, status, and `beside`."""
-    facts = {"error": printable(str(error)), "code": error.code, "status": error.status}
+    sentence = as_typed(printable(str(error)))
+    facts = {"error": sentence, "code": error.code, "status": error.status}
     return json.dumps(facts | dict(beside or {}))
 
 

@@ -13,6 +13,7 @@ from ranks import ROOT, fork_ranks
 
 import runs
 from base.errors import UserError
+from config import command_line, validation
 from corpora.token_files import IndexedDatasetWriter, checksums_of
 from tools.numerics import against
 
@@ -155,7 +156,16 @@ def test_the_command_and_its_mistakes(folder, capsys):
 
 
 @pytest.mark.parametrize("recipe", sorted(p.parent.name for p in ROOT.glob("recipes/*/run.toml")))
-def test_a_seed_of_a_recipe_that_is_kept_is_itself(recipe):
+def test_a_recipe_is_whole_and_each_of_its_seeds_is_itself(recipe):
+    """A page says that a recipe was not run exactly if it has no seeds; its options are a run's."""
     path = ROOT / "recipes" / recipe
-    for seed in sorted(path.glob("seed-*")):
+    config = command_line.parse(["--config", str(path / "run.toml"), "--vocab-size", "512"])
+    validation.check(config, 1)
+    seeds = sorted(path.glob("seed-*"))
+    assert len(seeds) == 3 * ("Not run yet" not in (path / "README.md").read_text())
+    for seed in seeds:
         assert against.compare(path, seed)["verdict"] == "equal"
+        facts = json.loads((seed / "run.json").read_text())
+        assert facts["config"]["training"]["seed"] == int(seed.name[-1])
+        assert facts["config"]["model"]["layers"] == config.model.layers
+        assert facts["config"]["training"]["lr"] == config.training.lr

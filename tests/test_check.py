@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from tools.checker.drawn import drawn
 from tools.checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
 from tools.checker.recorder import Piece
 from tools.checker.runs import CheckedRun, Worker
+from tools.checker.session import Session
 from tools.checker.shrink import shrink, unsaid
 from tools.checker.thresholds import SMALL
 
@@ -596,3 +598,12 @@ def test_a_stage_without_blocks_ends_its_run(tmp_path):
     words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --set check_speed_every=1 --out {tmp_path}"
     outcome = fork_ranks(3, *words.split())
     assert outcome.status == 0, outcome.err
+
+
+def test_a_check_whose_time_is_over_before_a_layout_ran_has_no_verdict():
+    """Else a program that reads the status would keep any change on a busy machine."""
+    one = SimpleNamespace(alone=(), losses=[1.0])
+    engine = SimpleNamespace(begin=lambda: one, reference=None, reference_of=None)
+    late = Session(as_json=True, all_of_them=False, minutes=1e-9)
+    with pytest.raises(UserError, match="no layout ran: one rank took 0 s; give more"):
+        late.judge(engine, lambda may_begin: iter(["x"] * may_begin()), 3, {})

@@ -23,23 +23,24 @@ def read_parts(out) -> dict:
 
 
 def check_page(out, ranks: int, nodes: str) -> None:
-    """The page and its data have all six parts, as they should be."""
+    """The page and its data have all seven parts, as they should be."""
     card = json.loads((out / "card.json").read_text())
     parts = card["parts"]
-    names = ["network", "layouts", "straight", "killed", "resumed", "model"]
+    names = ["network", "layouts", "straight", "killed", "resumed", "known", "model"]
     assert list(parts) == names
     assert {part["status"] for part in parts.values()} == {"as it should"}, verdict(card)
     assert len(parts["layouts"]["found"]) == 12
     assert parts["killed"]["found"]["named"] == [ranks - 1]
     resumed = parts["resumed"]["found"]
     assert (resumed["to"], resumed["off"] < 1e-5) == (60, True)
+    assert parts["known"]["found"]["verdict"] == "equal"
     model = parts["model"]["found"]
     assert model["tokens_per_second"] > 0 < model["planned"]["seconds"]
     assert len(model["places"]) == ranks
     text = (out / "card.md").read_text()
     assert text.startswith("# Trine ")
     assert f"on {ranks} ranks of {nodes}" in text
-    assert "6 of 6 parts are as they should be" in text
+    assert "7 of 7 parts are as they should be" in text
 
 
 @pytest.mark.slow

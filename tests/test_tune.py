@@ -95,14 +95,21 @@ def test_a_search_ends_when_it_is_decided_and_goes_on_where_it_was(tmp_path):
 
 
 def test_a_search_without_a_run_that_trains_fails(tmp_path):
-    words = [*SMALL.split(), "--recompute", "none", "--budget", "2"]
+    words = [*SMALL.split(), "--recompute", "none", "--budget", "2", "--json"]
     done, stored = tuned(tmp_path, *words, FAKE_FAILURES=json.dumps({"crash": {}}))
     assert done.status == 1, done.err
+    answer = json.loads(done.out)
+    assert (answer["status"], answer["command"]) == (1, None)
+    assert [layout["seconds"] for layout in answer["layouts"]] == [None, None]
     assert [trial["status"] for trial in stored] == ["crash", "crash"]
     assert "crash: status 1" in (tmp_path / "table.md").read_text()
     assert "Traceback" not in done.err
     again, stored = tuned(tmp_path, *words, "--try", "zero=1,2")  # one that trains is enough
     assert again.status == 0, again.err
+    answer = json.loads(again.out)
+    fastest = answer["layouts"][0]
+    assert (answer["status"], answer["command"][-2:]) == (0, ["--out", f"{tmp_path}/train"])
+    assert fastest["seconds"] > 0 < fastest["tokens_per_second"]
     assert {"crash", "ok"} == {trial["status"] for trial in stored}
 
 

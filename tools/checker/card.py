@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from base.cli import VERSION
-from base.errors import number_ranges
+from base.errors import RunError, number_ranges
 from costs import hardware, memory
+from tools.numerics import against
 from tools.planner import run_files
 
 RIGHT = "as it should"
@@ -23,6 +24,7 @@ TITLES = {
     "straight": "A small run",
     "killed": "A rank is killed",
     "resumed": "Resumed in another layout",
+    "known": "The known run",
     "model": "One model",
 }
 LOSS_TOLERANCE = 1e-3  # of fp32 losses after dozens of steps, where rounding grows
@@ -108,6 +110,18 @@ def resumed_result(folder: Path, layout: list[str]) -> dict[str, Any]:
     return part
 
 
+def known_result(folder: Path, recipe: Path, failed: str | None) -> dict[str, Any]:
+    """Return whether the run in a folder is that of a recipe. failed: why there is no corpus."""
+    if failed:
+        raise RunError(failed)
+    found = against.compare(recipe, folder / "known")
+    said = against.text(found)
+    part: dict[str, Any] = {"found": {"verdict": found["verdict"], "text": said}}
+    if found["verdict"] == "other":
+        part |= {"status": "not the known run", "why": said.partition("\n")[2].strip()}
+    return part
+
+
 def model_result(folder: Path, gpu: str | None) -> dict[str, Any]:
     """Return speed and memory of the model, and the planner's numbers, if it knows the machine."""
     run = folder / "model"
@@ -185,7 +199,7 @@ def page(card: dict[str, Any]) -> Iterator[str]:
         yield f"| {TITLES[name]} | {part['status']}{why} | {part['seconds']:.0f} |"
     writers: dict[str, Callable[[Any], Iterator[str]]]
     writers = {"network": _network, "layouts": _layouts, "killed": _killed}
-    writers |= {"resumed": _resumed, "model": _model}
+    writers |= {"resumed": _resumed, "known": _known, "model": _model}
     for name, lines in writers.items():
         if "found" in parts.get(name, {}):
             yield ""
@@ -247,6 +261,13 @@ def _resumed(found: dict[str, Any]) -> Iterator[str]:
         f"Steps {found['from']} to {found['to']} with {found['layout']}: losses at most "
         f"{found['off']:.1e} from those of the run that was not killed."
     )
+
+
+def _known(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what `runs.py against` says."""
+    yield "recipes/dense-1m, seed 1, in fp32 with --tp 2:"
+    yield ""
+    yield from (f"    {line}" for line in found["text"].splitlines())
 
 
 def _model(found: dict[str, Any]) -> Iterator[str]:

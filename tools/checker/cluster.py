@@ -10,6 +10,7 @@ and outlives them: a part may hang, fail or be killed, and the page is written. 
     straight   a small run to its end, to compare the next two with
     killed     the same run, of which a rank is killed when it has saved: who is named?
     resumed    the rest of it, in another layout
+    known      the first of recipes/, on a corpus that is made here: is it the known run?
     model      tokens/s, MFU and memory of a model that others know, beside the planner's
 
 The agents meet as ranks of train.py do, and then use no collective: they agree through the store.
@@ -41,6 +42,7 @@ from distributed.local_ranks import RankPlace, environment_of_rank, free_port
 from tools.checker.card import (
     RIGHT,
     killed_result,
+    known_result,
     launch_facts,
     layouts_result,
     model_result,
@@ -52,6 +54,7 @@ from tools.checker.card import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "dense-1m"
 # The shares of --minutes that a part may take. What is not used is left to the others.
 SHARES = {
     "network": 0.2,
@@ -59,6 +62,7 @@ SHARES = {
     "straight": 0.15,
     "killed": 0.15,
     "resumed": 0.15,
+    "known": 0.4,
     "model": 0.4,
 }
 MOST_RANKS_OF_LAYOUTS = 8  # a small model has no more blocks, heads and samples to divide
@@ -142,6 +146,24 @@ def _parse(arguments: list[str]) -> Namespace:
     return given
 
 
+def make_stories(out: Path) -> str:
+    """Make the corpus of RECIPE in a folder; return what a program said that failed, or nothing."""
+    of_others = ["--stories", "600", "--seed", "2"]
+    stories, others = str(out / "stories"), str(out / "others")
+    for words in (
+        ["scripts/make_stories.py", "--out", f"{stories}.jsonl"],
+        ["scripts/make_stories.py", "--out", f"{others}.jsonl", *of_others],
+        ["scripts/prepare_data.py", "--out", stories, "--vocab-size", "512", f"{stories}.jsonl"],
+        ["scripts/prepare_data.py", "--out", others, f"{others}.jsonl"]
+        + ["--tokenizer", f"{stories}.tokenizer.json"],
+    ):
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            return f"{words[0]}: {(done.stderr.splitlines() or ['nothing'])[-1]}"
+    return ""
+
+
 def known_model(device: str, replicas: int) -> list[str]:
     """Return the options of the model that others know, with a batch for so many replicas."""
     known = KNOWN[device].split()
@@ -172,7 +194,7 @@ class Agent:
         """Do all parts, write the page, and return the exit status."""
         first = self.context.rank == 0
         if first:
-            for name in ("straight", "killed", "model", "logs"):
+            for name in ("straight", "killed", "known", "model", "logs"):
                 shutil.rmtree(self.out / name, ignore_errors=True)
             (self.out / "logs").mkdir(parents=True, exist_ok=True)
             (self.out / "layouts.jsonl").unlink(missing_ok=True)
@@ -240,6 +262,23 @@ class Agent:
         words = [*self._train("killed", self._layout(1)), "--resume", "auto"]
         statuses = self._start("resumed", words)
         self._end("resumed", statuses, lambda: resumed_result(self.out, self._layout(1)))
+
+    def _known(self) -> None:
+        """Train the first known run with tensor ranks, on two, four or eight of the ranks."""
+        said = None
+        if self.context.rank == 0:
+            said = make_stories(self.out)
+        said = self.exchange.agree(said, lambda values: values[0], "stories")
+        ranks = self._few_ranks()
+        ranks = ranks[: 2 ** (len(ranks).bit_length() - 1)]  # which divides the run's samples
+        words = ["train.py", "--config", str(RECIPE / "run.toml"), "--seed", "1", "--tp", "2"]
+        # One micro-batch a step, of the 16 samples by as many replicas as there are pairs of ranks.
+        words += ["--micro-batch-size", str(16 * 2 // len(ranks))]
+        words += ["--precision", "fp32", "--data", str(self.out / "stories")]
+        words += ["--eval-data", f"others={self.out}/others:512"]
+        words += ["--out", str(self.out / "known"), "--device", self.device]
+        statuses = [] if said else self._start("known", words, ranks=ranks)
+        self._end("known", statuses, lambda: known_result(self.out, RECIPE, said))
 
     def _model(self) -> None:
         """Train a model that others know, with replicas of it alone."""

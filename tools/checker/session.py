@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from base.cli import VERSION
+from base.errors import UserError
 from tools.checker.engine import Outcome
 from tools.checker.report import WIDTH, findings, line, outcome_data, verdict
 
@@ -60,6 +61,7 @@ class Session:
 
         outcomes: yields what comes of layouts, while the function that it gets returns True. total:
         layouts without resumes. about: what is checked, for JSON. notes: lines after the one rank.
+        Raise UserError if none ran within the minutes.
         """
         one = engine.begin()
         self.alone = one.alone
@@ -74,6 +76,11 @@ class Session:
         except KeyboardInterrupt:
             status = INTERRUPTED
             self.say("interrupted; what has run until then:")
+        if not self.outcomes and not self.alone and not status:  # then nothing says "equal"
+            raise UserError(
+                f"no layout ran: one rank took {time.monotonic() - self.began:.0f} s; give more "
+                "than those --minutes"
+            )
         wrong = [outcome for outcome in self.outcomes if not outcome.is_equal]
         trained = [outcome for outcome in self.outcomes if outcome.resumed_from is None]
         left, seconds = total - len(trained), time.monotonic() - self.began
