@@ -433,8 +433,7 @@ class _GroupedLinear(torch.autograd.Function):
         elif ctx.add is not None:
             ctx.add(x, grad)  # at once, to the optimizer's buffer
         else:
-            dw = torch.zeros_like(weight)
-            _add_weight_gradients(dw, x, grad, ctx.counts)
+            dw = weight_gradients(x, grad, ctx.counts, ctx.ends)
         return dx, dw, None, None, None, None
 
 
@@ -507,16 +506,35 @@ def _add_weight_gradients(total: Tensor, x: Tensor, grad: Tensor, counts: list[i
             add_product(expert_total, row_grads.t(), rows)
 
 
+def weight_gradients(x: Tensor, grad: Tensor, counts: list[int], ends: Tensor | None) -> Tensor:
+    """Return the gradient of each expert's matrix in the type of x: (experts, out, in).
+
+    x: (n, in) and grad, the products' gradient: (n, out), both sorted by expert. ends: see
+    `_grouped_product`. One kernel for all rounds its result once, as a product for each does; where
+    gradients are summed in fp32 it would round before the sum, so that has a product for each.
+    """
+    if ends is not None:
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    total = grad.new_zeros(len(counts), grad.shape[-1], x.shape[-1])
+    _add_weight_gradients(total, x, grad, counts)
+    return total
+
+
 def _add_gradients(
-    parameter: Any, shape: torch.Size, counts: list[int], x: Tensor, grad: Tensor
+    parameter: Any,
+    shape: torch.Size,
+    counts: list[int],
+    ends: Tensor | None,
+    x: Tensor,
+    grad: Tensor,
 ) -> None:
     """Add the gradient of an experts' parameter to its sum, and call the optimizer's hook.
 
-    shape: (experts, out, in). x: (n, in). grad: the products' gradient, (n, out). counts: rows.
+    shape: (experts, out, in). x: (n, in). grad: the products' gradient, (n, out). counts, ends: as
+    in `grouped_linear`.
     """
     if not hasattr(parameter, "main_grad"):  # --zero 2, 3: autograd gives it to the hooks
-        gradient = grad.new_zeros(shape)
-        _add_weight_gradients(gradient, x, grad, counts)
+        gradient = weight_gradients(x, grad, counts, ends)
         torch.autograd.backward(parameter, gradient.view(parameter.shape))
         return
     _add_weight_gradients(parameter.main_grad.view(shape), x, grad, counts)
@@ -540,5 +558,5 @@ def grouped_linear(
     # Without a buffer for the gradient and without a pass W, autograd computes the gradient.
     if deferred is None and not hasattr(parameter, "main_grad"):
         return _GroupedLinear.apply(x, weight, counts, ends, None, None)
-    add: Callable = functools.partial(_add_gradients, parameter, weight.shape, counts)
+    add: Callable = functools.partial(_add_gradients, parameter, weight.shape, counts, ends)
     return _GroupedLinear.apply(x, weight.detach(), counts, ends, add, deferred)

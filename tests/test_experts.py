@@ -35,6 +35,7 @@ from layers.experts import (
     has_grouped_product,
     product_by_expert,
     product_in_one_kernel,
+    weight_gradients,
 )
 from model import ACTIVATIONS
 from optim.balance import Penalty
@@ -448,6 +449,12 @@ def test_one_kernel_computes_what_a_product_for_each_expert_does(counts, dtype, 
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
     ends = ends_on_device(counts, x.device)
     assert_close(product_in_one_kernel(x, weight, ends), expected, tolerance)
+    grad = torch.randn(sum(counts), 24, dtype=dtype)
+    found = weight_gradients(x, grad, counts, ends)
+    assert found.shape == (4, 24, 16)
+    assert_close(found, weight_gradients(x, grad, counts, None), tolerance)
+    for of_expert, rows in zip(found, counts):
+        assert rows or not of_expert.any()
 
 
 class OnGPU:
