@@ -429,16 +429,25 @@ class GradSink:
 
     weight, bias: the parameters. compile: a compiled kernel sums a large gradient of the bias.
     deferred: the list that puts the gradients off until pass W; None: they are added in pass B.
+    rows: those of the weight, (out, in), that the layer multiplies by; None: all.
     """
 
     weight: Tensor
     bias: Tensor | None
     compile: bool
     deferred: DeferredGradients | None
+    rows: slice | None = None
+
+    @property
+    def height(self) -> int:
+        """The number of rows."""
+        if self.rows is None:
+            return math.prod(self.weight.shape[:-1])
+        return self.rows.stop - self.rows.start
 
     def add(self, x: Tensor, grad: Tensor) -> None:
         """Add the gradients for the product's input x and gradient `grad`, and call the hooks."""
-        _add_gradients(self.weight, self.bias, self.compile, x, grad)
+        _add_gradients(self.weight, self.bias, self.compile, x, grad, self.rows)
 
 
 class ColumnLinearFn(torch.autograd.Function):
@@ -509,8 +518,8 @@ def _below(parts: Sequence[Tensor]) -> Tensor:
 
 def _add_to(sinks: Sequence[GradSink], x: Tensor, grad: Tensor) -> None:
     """Add the gradients for the product's input x and gradient `grad` to the parameters."""
-    rows = [math.prod(sink.weight.shape[:-1]) for sink in sinks]
-    for sink, of_sink in zip(sinks, grad.split(rows, -1), strict=True):
+    heights = [sink.height for sink in sinks]
+    for sink, of_sink in zip(sinks, grad.split(heights, -1), strict=True):
         sink.add(x, of_sink)
 
 
@@ -522,21 +531,31 @@ def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, 
 
 
 def _add_gradients(
-    weight: Tensor, bias: Tensor | None, compile: bool, x: Tensor, grad: Tensor
+    weight: Tensor,
+    bias: Tensor | None,
+    compile: bool,
+    x: Tensor,
+    grad: Tensor,
+    part: slice | None,
 ) -> None:
     """Add the gradients of weight and bias to the parameters, and call the optimizer's hooks.
 
     x, grad: the product's input and gradient. compile: a compiled kernel sums grad if it is large.
+    part: the rows of the weight, (out, in), of which the product is; None: all.
     """
     if not hasattr(weight, "main_grad"):  # --zero 2, 3: no buffer for a step's gradients
         dw, db = _weight_gradients(x, grad, bias is not None)
+        if part is not None:
+            dw, of_part = torch.zeros_like(weight).flatten(0, -2), dw
+            dw[part] = of_part
         # These backward passes add the gradients to .grad, and run the optimizer's hooks on them.
         torch.autograd.backward(weight, dw.view(weight.shape))
         if bias is not None and db is not None:
             torch.autograd.backward(bias, db.view(bias.shape))
         return
     rows = grad.flatten(0, -2)
-    add_product(weight.main_grad.flatten(0, -2), rows.t(), x.flatten(0, -2))
+    total = weight.main_grad.flatten(0, -2)
+    add_product(total if part is None else total[part], rows.t(), x.flatten(0, -2))
     weight.gradient_added(weight)
     if bias is not None:
         add_sum = compile_if_large(_add_sum, rows.numel()) if compile else _add_sum
@@ -632,6 +651,22 @@ def joined_column_linear(
     tp, gather = _f(factory)
     deferred, compile = factory.deferred, factory.compile
     return joined_linear(x, weights, biases, deferred, tp, gather, compile=compile)
+
+
+def linear_by_part(x: Tensor, weight: Tensor, group: Group, factory: ParamFactory) -> Tensor:
+    """Return the product of x, (s, b, in), with the group rank's part of W's rows: (s, b, out/n).
+
+    weight: this tensor rank's W, (out ..., in), whose rows the n ranks of `group` divide. Only this
+    part gets a gradient here, so the ranks' gradients must be summed. x is whole on every rank, and
+    its gradient is not summed.
+    """
+    rows = math.prod(weight.shape[:-1]) // group.size
+    part = slice(group.rank * rows, (group.rank + 1) * rows)
+    if factory.deferred is None and not hasattr(weight, "main_grad"):
+        return F.linear(x, weight.flatten(0, -2)[part])
+    sinks = [GradSink(weight, None, factory.compile, factory.deferred, part)]
+    matrix = weight.detach().flatten(0, -2)[part]
+    return ColumnLinearFn.apply(x, None, False, sinks, 1, matrix)
 
 
 def _f(factory: ParamFactory) -> tuple[Group | None, bool]:

@@ -130,7 +130,7 @@ class Pipeline:
                 x = self.stages[stage](x, cache=cache)
             if sender == receiver:
                 continue
-            channel = self.mesh.channel("F", sender, receiver)
+            channel = self.mesh.channel("F")
             if rank == sender:
                 channel.send(x.contiguous(), receiver).wait()
             elif rank == receiver:
@@ -184,7 +184,7 @@ class Pipeline:
             if lower == upper:
                 continue
             for kind, sender, receiver in (("F", lower, upper), ("B", upper, lower)):
-                group = self.mesh.channel(kind, sender, receiver)
+                group = self.mesh.channel(kind)
                 if rank == sender:
                     group.send(message, receiver).wait()
                 elif rank == receiver:
@@ -344,7 +344,7 @@ class Execution:
                 self.sends_due.pop(action).start()
             else:
                 source, source_rank = self.sources[action]
-                channel = self.mesh.channel(action.kind, source_rank, self.rank)
+                channel = self.mesh.channel(action.kind)
                 buffer = self.new_activation()
                 self.receives[source] = (buffer, channel.receive(buffer, source_rank))
 
@@ -375,7 +375,7 @@ class Execution:
             # In training, `_free_received` frees sent tensors when a gradient comes back. An
             # evaluation has no gradients, so this rank waits for its earlier sends here.
             self._wait_for_sends()
-        channel = self.mesh.channel(action.kind, self.rank, to_rank)
+        channel = self.mesh.channel(action.kind)
         message = result.contiguous()
         send = DelayedStart(lambda: channel.send(message, to_rank), self.mesh.recorder)
         self.sends[action] = self.sends_due[action] = send

@@ -75,8 +75,8 @@ def stages(job: Job) -> list[StageMemory]:
     # A rank runs one stage at a time, so the largest temporary memory of its stages counts.
     np.maximum.at(working, rank_of, stage_working)
     # Muon's exchange comes when the activations are gone.
-    exchanged = np.zeros(layout.pp)
-    np.add.at(exchanged, rank_of, muon_terms.exchange_bytes(job, parts))
+    blocks_of_rank = np.bincount(rank_of, parts.blocks, minlength=layout.pp)
+    exchanged = muon_terms.exchange_bytes(job, blocks_of_rank)
     working = np.maximum(working, exchanged - np.array(activations))
     columns = {"activations": activations, "working": working.tolist()}
     by_stage = {"blocks": parts.blocks, "parameters": memory_terms.held_parameters(job, parts)}

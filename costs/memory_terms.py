@@ -290,9 +290,9 @@ def communicators(job: Job) -> tuple[Column, Column]:
     replicas = cp & np.greater(job.shards, 1)
     expert_replicas = (experts | tp) & np.greater(job.shards * layout.tp, job.ep)
     expert_replicas = expert_replicas & (job.model.experts > 1)
-    # Activations and their gradients have a group each, or eight if ranks hold several stages. The
-    # ends of a pipeline have one if they share a tied matrix; in a V they are on the same rank.
-    pipeline = pp * np.where(np.greater(layout.stages_per_rank, 1), 8, 2)
+    # Activations and their gradients have a group each. The ends of a pipeline have one if they
+    # share a tied matrix; in a V they are on the same rank.
+    pipeline = 2 * pp
     in_a_v = np.equal(layout.schedule, "zb-v")
     pipeline = pipeline + (pp & ~in_a_v & bool(job.model.copies_embedding))
     all_ranks = np.greater(job.gpus, 1)
@@ -452,13 +452,17 @@ def latent_numbers(job: Job, scores: Column) -> Column:
     """Return the numbers that latent attention keeps for each token, beside its block's norms.
 
     scores: whether the kernel's own result is kept; recomputation makes it again. The latents are
-    kept before and after their norms. Queries, keys and values are kept as the kernel takes them
-    (layers/latent_attention.py); if values are padded, so is the result, and its columns without
-    the padding are a copy.
+    kept before and after their norms; with cp over heads, those of keys and values are gathered
+    behind theirs, and kept for all tokens of the ranks with other heads. Queries, keys and values
+    are kept as the kernel takes them (layers/latent_attention.py); if values are padded, so is the
+    result, and its columns without the padding are a copy.
     """
     model = job.model
     t = job.layout.tp
-    latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.qk_rope_head_dim
+    before = model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim
+    latents = before + model.q_lora_rank + np.where(job.over_heads > 1, 0, model.kv_lora_rank)
+    shared = model.kv_lora_rank + model.qk_rope_head_dim
+    gathered = np.where(job.over_heads > 1, job.over_heads * shared, 0)
     columns = model.heads * model.kernel_head_size
     result = model.attention_width
     if model.value_size < model.kernel_head_size:
@@ -466,7 +470,7 @@ def latent_numbers(job: Job, scores: Column) -> Column:
     else:  # values are columns of the last matrix's output, which is kept whole
         values = model.heads * (model.qk_nope_head_dim + model.v_head_dim)
         of_heads = 2 * columns + values + (1 + attention_copies(job)) * result
-    return latents / job.sequence_shards + of_heads / t
+    return latents / job.sequence_shards + gathered + of_heads / t
 
 
 def routing_bytes(job: Job) -> Column:

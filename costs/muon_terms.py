@@ -3,10 +3,13 @@
     matrices_of_block(model, mode)   the matrices that are updated by themselves: (rows, columns)
     newton_schulz_seconds(job)       the iteration on the matrices of the busiest owner
     exchange_seconds(job)            the all-to-alls, which run in rounds
-    exchange_bytes(job, parts)       buffers of a few rounds, which exist only during the update
+    exchange_bytes(job, blocks)      buffers of a few rounds, which exist only during the update
 
 Every other optimizer has 0 of each. optim/muon.py and optim/matrix_owners.py are what is priced.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -15,11 +18,10 @@ from architecture.shape import ModelShape
 from config.buffer_sizes import ROUND_ELEMENTS
 from costs import op_costs
 from costs.job import Column, Job
-from costs.memory_terms import Parts
 
 STEPS = 5  # of the iteration, as in optim/muon.py
 MATRIX_BYTES = 4.0  # bytes of a number that is exchanged: the type of the masters
-ITERATION_BYTES = {"master": 4.0, "bf16": 2.0}  # of a number in the iteration, by muon_dtype
+ITERATION_BYTES = {"master": 4.0, "bf16": 2.0}  # of a number in the iteration, by its dtype
 
 
 def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
@@ -87,21 +89,42 @@ def _latent_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]
 
 def _mlp_matrices(model: ModelShape) -> list[tuple[int, int, int]]:
     """Return the matrices of a block's MLP, or of its experts and its shared MLP, as above."""
-    h = model.hidden
-    found: list[tuple[int, int, int]] = []
-    widths = [(1, model.ffn_hidden)] if model.mlps[0] else []
-    if model.experts > 1:
-        widths = [(model.experts, model.expert_ffn_hidden), (1, model.shared_ffn_hidden)]
-    for count, width in widths:
-        if width:
-            found += [(count * model.up_matrices, width, h), (count, h, width)]
+    width = model.shared_ffn_hidden if model.experts > 1 else model.ffn_hidden * bool(model.mlps[0])
+    return _expert_matrices(model) + _up_and_down(model, 1, width)
+
+
+def _expert_matrices(model: ModelShape) -> list[tuple[int, int, int]]:
+    """Return the matrices of a block's experts as above; none without experts."""
+    if model.experts == 1:
+        return []
+    return _up_and_down(model, model.experts, model.expert_ffn_hidden)
+
+
+def _matrices_beside_experts(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
+    """Return `matrices_of_block` without those of experts."""
+    found = matrices_of_block(model, mode)
+    for matrices in _expert_matrices(model):
+        found.remove(matrices)
     return found
+
+
+def _up_and_down(model: ModelShape, count: int, width: int) -> list[tuple[int, int, int]]:
+    """Return the matrices of so many MLPs of this width as above."""
+    if not width:
+        return []
+    h = model.hidden
+    return [(count * model.up_matrices, width, h), (count, h, width)]
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
     """Return the FLOPs of the iteration on a matrix: three products in each step."""
     small, large = min(rows, columns), max(rows, columns)
     return STEPS * (4.0 * small * small * large + 2.0 * small**3)
+
+
+def _iteration_bytes(job: Job) -> float:
+    """Return the bytes of a number in the iteration."""
+    return ITERATION_BYTES[job.training.newton_schulz_dtype(job.machine.kind == "cuda")]
 
 
 def newton_schulz_seconds(job: Job) -> Column:
@@ -113,7 +136,7 @@ def newton_schulz_seconds(job: Job) -> Column:
     training = job.training
     if training.optimizer != "muon":
         return 0.0
-    size = int(ITERATION_BYTES[training.muon_dtype])
+    size = int(_iteration_bytes(job))
     total = 0.0
     largest = 0.0
     for share, kind in job.kinds:
@@ -147,34 +170,61 @@ def exchange_seconds(job: Job) -> Column:
     return there + op_costs.all_to_all(job.machine, ranks, 1, back)
 
 
-def exchange_bytes(job: Job, parts: Parts) -> Column:
-    """Return the bytes of the exchange's buffers, and of the iteration, on a rank of each stage.
+def exchange_bytes(job: Job, blocks: Column) -> Column:
+    """Return the bytes of the exchange's buffers, and of the iteration, on ranks with `blocks`.
+
+    The matrices of experts are updated by themselves, over the ranks that hold them; the larger of
+    the two updates counts. Activations are gone by then.
+    """
+    if job.training.optimizer != "muon":
+        return 0.0
+    layout = job.layout
+    experts = blocks * job.expert_parameters / layout.tp
+    dense = blocks * job.block_parameters / layout.tp - experts
+    of_experts = _sides(job, _expert_matrices)
+    others = _sides(job, partial(_matrices_beside_experts, mode=job.training.muon_qkv))
+    found = _bytes_of_set(job, dense, job.shards, others)
+    if of_experts:
+        replicas = np.maximum(1, job.shards * layout.tp // job.ep)
+        found = np.maximum(found, _bytes_of_set(job, experts, replicas, of_experts))
+    return found
+
+
+def _sides(
+    job: Job, matrices: Callable[[ModelShape], list[tuple[int, int, int]]]
+) -> list[tuple[int, int]]:
+    """Return the smaller and the larger side of each kind of matrix of a job's blocks."""
+    return [
+        (min(rows, columns), max(rows, columns))
+        for _, kind in job.kinds
+        for _, rows, columns in matrices(kind.model)
+    ]
+
+
+def _bytes_of_set(
+    job: Job, local: Column, replicas: Column, sides: list[tuple[int, int]]
+) -> Column:
+    """Return the bytes of the exchange and the iteration of matrices that are updated together.
+
+    local: a rank's elements of them. replicas: the ranks that hold the same ones. sides: of each
+    kind the smaller and the larger one.
 
     A rank gets its matrices in rounds of at most ROUND_ELEMENTS, or one matrix, the largest first.
     While it updates those of a round, the iteration holds them twice more, in its own type, and two
     products of their smaller sides; a message of the next round goes out and one comes in; and the
     round before returns in two messages. Without ZeRO all that returns goes to each rank. Gradients
-    hold the updates, so these take no memory. Activations are gone by then.
+    hold the updates, so these take no memory.
     """
-    training = job.training
-    if training.optimizer != "muon":
-        return 0.0
-    local = parts.blocks * job.block_parameters / job.layout.tp
-    share = local / job.shards
-    sides = [
-        (min(rows, columns), max(rows, columns))
-        for _, kind in job.kinds
-        for _, rows, columns in matrices_of_block(kind.model, training.muon_qkv)
-    ]
+    share = local / replicas
     small, large = max(sides, key=lambda side: newton_schulz_flops(*side))
     own = np.minimum(share, max(ROUND_ELEMENTS, small * large))  # elements of a rank in a round
     rounds = np.ceil(share / np.maximum(own, 1.0))
     square = max(small / large for small, large in sides)
     products = np.where(rounds > 2, square, small / large)
-    iteration = own * 2 * (1 + products) * ITERATION_BYTES[training.muon_dtype]
+    iteration = own * 2 * (1 + products) * _iteration_bytes(job)
     held = own * MATRIX_BYTES
     # A rank sends its matrices to as many ranks as it gets matrices from.
-    copies = np.where(job.layout.zero > 0, 1, job.shards)
+    copies = np.where(job.layout.zero > 0, 1, replicas)
     returned = 2 * np.minimum(local, own * copies) * MATRIX_BYTES
     following = 2 * np.minimum(held, (share - own) * MATRIX_BYTES)
     before = np.where(rounds > 2, returned, 0.0)

@@ -153,8 +153,9 @@ def attention(job: Job) -> Pass:
     """Return the seconds of a block's attention, without its matrix products with weights.
 
     With cp, all-to-alls before and after attention give a rank fewer heads of more tokens, and keys
-    and values are gathered over the cp ranks that have the same heads. A block may have another
-    mixer in the place of attention (mixer_terms.py).
+    and values are gathered over the cp ranks that have the same heads. Latent attention sends no
+    keys and values by heads, but gathers what they come from. A block may have another mixer in the
+    place of attention (mixer_terms.py).
     """
     model = job.model
     if mixes(model):
@@ -163,8 +164,15 @@ def attention(job: Job) -> Pass:
         return Pass(0.0, 0.0)
     layout = job.layout
     widths = (model.qkv_width + model.attention_width) / layout.tp + job.repeated_columns
+    if model.is_latent:
+        of_query = model.qk_nope_head_dim + model.qk_rope_head_dim
+        widths = model.heads * (of_query + model.value_size) / layout.tp
     exchanged = job.number_bytes * job.tokens * widths  # bytes of q, k, v and results
     sent = op_costs.all_to_all(job.machine, job.over_heads, layout.tp, exchanged)
+    if model.is_latent:  # an all-gather takes half as long as an all-reduce
+        shared = model.kv_lora_rank + model.qk_rope_head_dim
+        of_all = job.number_bytes * job.tokens * shared * job.over_heads
+        sent = sent + ring_seconds(job, job.over_heads, layout.tp, of_all) / 2
     sent = sent + gathered(job)
     return core_seconds(job) * (1 / job.cp) + Pass(sent, sent)
 

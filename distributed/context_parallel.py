@@ -146,15 +146,17 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """Return all n ranks' keys and values in the sample's order: (s, b, g, d) -> (n s, b, g, d).
+    """Return all n ranks' tokens in the sample's order: (s, b, ..., d) -> (n s, b, ..., d) each.
 
-    Keys and values travel in one all-gather, side by side in the last dimension. group: `mesh.kv`.
+    k, v: keys and values of `mesh.kv`, or latents and the shared keys of `mesh.heads`. They travel
+    in one all-gather, side by side in the last dimension. group: one of these two.
     """
     if group.size == 1:
         return k, v
     gathered = _Gather.apply(torch.cat([k, v], -1), group)
-    # (n s, b, g, 2d) -> (n, s, b, g, 2d), one row for each rank, as `_in_order` expects.
-    return _in_order(gathered.unflatten(0, (group.size, -1))).chunk(2, -1)
+    # (n s, b, ...) -> (n, s, b, ...), one row for each rank, as `_in_order` expects.
+    whole = _in_order(gathered.unflatten(0, (group.size, -1)))
+    return whole.split((k.shape[-1], v.shape[-1]), -1)
 
 
 # ---- States and tokens of earlier segments -------------------------------------------------------

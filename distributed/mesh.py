@@ -30,13 +30,13 @@ from distributed.placement import nodes_sent_once
 from schedules.partition import placement
 from watchdog.flight_recorder import FlightRecorder
 
-# The attributes of Mesh that are groups in every layout; the pre-flight tries them in this order.
-ROLES = ("tp", "cp", "dp", "replicas", "forward", "backward", "tied", "world")
-# If ranks hold several stages, messages of activations are spread over four groups, and gradients
-# over four others: by the direction of the message (up: to a higher pipeline rank), and by whether
-# the sender's pipeline rank is even. `Mesh.channel` says why; `Mesh._channels` has the groups in
-# this order, for F (activations) and B (gradients).
-CHANNELS = ("up from even", "up from odd", "down from even", "down from odd")
+# The attributes of Mesh that are groups; the pre-flight tries them in this order. In a layout that
+# does not need one of them it is another group or this rank alone.
+ROLES = (
+    *("tp", "cp", "dp", "replicas", "heads", "kv", "kv_copies"),
+    *("experts", "experts_across", "experts_within", "expert_replicas", "stage"),
+    *("forward", "backward", "tied", "world"),
+)
 
 
 class Mesh:
@@ -64,7 +64,6 @@ class Mesh:
         self,
         axes: Mapping[str, int] | None = None,
         context: Context | None = None,
-        channels: bool = False,
         over_heads: int = 1,
         ep: int = 0,
         tied: bool = True,
@@ -74,9 +73,8 @@ class Mesh:
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
-        axes: the number of ranks along each axis; None means 1 for each. channels: whether ranks
-        hold several stages, so that messages travel in both directions or round a ring.
-        over_heads: the number of neighbouring ranks of cp that form `heads`.
+        axes: the number of ranks along each axis; None means 1 for each. over_heads: the number of
+        neighbouring ranks of cp that form `heads`.
         ep: the number of ranks in `experts`; 0: the model has no experts. tied: whether the first
         and the last rank of a pipeline have copies of one matrix; if not, no group is made of them.
         whole_stages: whether all ranks of a stage need a group (`stage`).
@@ -103,7 +101,7 @@ class Mesh:
             self.stage = self.tp
             if self.replicas.size > 1:
                 self.stage = self._along("stage", "dp", "cp", "tp")
-        self._make_groups_of_pipelines(channels, tied)
+        self._make_groups_of_pipelines(tied)
         self.world = self._own_group(rows, "world")
 
     def _own_group(self, rows: list[tuple[int, ...]], role: str) -> Group:
@@ -177,23 +175,14 @@ class Mesh:
         of_nodes = {row: nodes_sent_once(row, nodes, sends_once) for row in rows}
         return {row: ranks for row, ranks in of_nodes.items() if ranks}
 
-    def _make_groups_of_pipelines(self, channels: bool, tied: bool) -> None:
-        """Make the groups of ranks that send each other messages; the arguments are Mesh's.
+    def _make_groups_of_pipelines(self, tied: bool) -> None:
+        """Make the groups of ranks that send each other messages; `tied` is that of Mesh.
 
         A communicator of NCCL takes some hundred MB, so there is none that nothing is sent over.
         """
         rows = rows_along(self.axes, ("pp",))
-        pipeline = next(row for row in rows if self.rank in row)
-        self._channels: dict[str, list[Group]] = {}
-        if channels:
-            # The pipeline as such, over which nothing is sent.
-            self.forward = self.backward = Group(pipeline, pipeline.index(self.rank))
-            for kind, role in (("F", "forward"), ("B", "backward")):
-                self._channels[kind] = [self._along(f"{role} {name}", "pp") for name in CHANNELS]
-        else:
-            self.forward = self._along("forward", "pp")  # messages of activations
-            self.backward = self._along("backward", "pp")  # messages of their gradients
-            self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
+        self.forward = self._along("forward", "pp")  # messages of activations
+        self.backward = self._along("backward", "pp")  # messages of their gradients
         self.pp = self.forward
         # The ranks with the embedding and the head, which have the same weights if they are tied.
         self.tied = Group((self.rank,))
@@ -201,21 +190,15 @@ class Mesh:
             ends = [tuple(sorted({row[0], row[-1]})) for row in rows]
             self.tied = self._own_group(ends, "tied")
 
-    def channel(self, kind: str, source: int, to: int) -> Group:
-        """Return the group that carries messages from a pipeline rank to a neighbour.
+    def channel(self, kind: str) -> Group:
+        """Return the group that carries the messages of a kind: F, activations, or B, gradients.
 
-        kind: F for activations, B for their gradients. source, to: positions in the pipeline.
         NCCL runs the operations of a group on a rank one after the other, so a message that waits
-        for its receiver delays all later messages of the same group on this rank. Where ranks hold
-        several stages, a rank sends up and down and receives from both sides. Each of these four
-        has a group of its own: of three ranks in a row, 1 receives from 0 in "up from even" and
-        sends to 2 in "up from odd". A waiting message delays only messages to the same receiver.
+        for its receiver delays all later messages of the same group on this rank. Also where ranks
+        hold several stages, and so send up and down, no rank waits for ever: all ranks start their
+        messages in one order (Schedule.turn).
         """
-        # An index of CHANNELS: 0, 1: up from an even, an odd rank; 2, 3: down from an even, an odd.
-        channel = source % 2
-        if to < source:
-            channel += 2
-        return self._channels[kind][channel]
+        return self.forward if kind == "F" else self.backward
 
     def group(self, role: str) -> Group:
         """Return the group with this name, such as tp: an attribute of the mesh.
@@ -254,7 +237,6 @@ def mesh_of_run(config: Config, context: Context | None) -> Mesh:
     return Mesh(
         layout.axes,
         context,
-        channels=layout.stages_per_rank > 1,
         over_heads=layout.over_heads(config.model),
         ep=expert_ranks,
         tied=tied_over_ranks,

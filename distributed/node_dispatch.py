@@ -23,6 +23,7 @@ is DeepSeek-V3 (arXiv 2412.19437, section 3.2.2); DeepEP is an implementation of
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,11 +33,10 @@ from torch import Tensor
 from distributed.collectives import Group
 from distributed.token_exchange import (
     Exchange,
+    Flight,
     Permute,
-    exchange_rows,
-    inverse,
     occurrences,
-    order_by_expert,
+    orders_of_arrived,
 )
 
 
@@ -44,13 +44,15 @@ class RowCounts(NamedTuple):
     """The numbers of rows that a rank sends and receives in one forward pass, on the host.
 
     to_nodes, from_nodes: copies to and from each node, (N,). to_ranks, from_ranks: rows to and from
-    each rank of this node, (L,). of_experts: the rows of each expert of this rank.
+    each rank of this node, (L,). arrived: from each rank of this node, the rows for each expert of
+    this rank, (L, E / (N L)). of_experts: the rows of each expert of this rank.
     """
 
     to_nodes: list[int]
     from_nodes: list[int]
     to_ranks: list[int]
     from_ranks: list[int]
+    arrived: list[list[int]]
     of_experts: list[int]
 
 
@@ -131,29 +133,49 @@ class AddUpWeighted(torch.autograd.Function):
         return of_copies.mul_(weights[:, None]), of_weights, None
 
 
-class ExchangeBoth(torch.autograd.Function):
-    """The all-to-alls of copies and of what goes beside them; the backward pass sends both back.
+class DepartBoth(torch.autograd.Function):
+    """Starts the all-to-alls of copies and of what goes beside them, each a flight.
 
     They are one function, so that all ranks start the two in the same order in the backward pass.
     """
 
     @staticmethod
-    def forward(ctx, x, beside, group, received, sent):
-        """Send the copies x, (u, h), and `beside`, (u, 2 k), to the nodes; return what arrives.
-
-        received, sent: the numbers of rows from and to each rank of `group`.
+    def forward(ctx, x, beside, flights):
+        """Start to send the copies x, (u, h), and `beside`, (u, 2 k), to the nodes; return the
+        tensors into which those of other ranks arrive, for `ArriveBoth` alone.
         """
-        ctx.group = group
-        ctx.received = received
-        ctx.sent = sent
-        arrived = exchange_rows(x, group, received, sent)
-        return arrived, exchange_rows(beside, group, received, sent)
+        ctx.flights = flights
+        return tuple(
+            flight.start(rows, flight.received, flight.sent)
+            for rows, flight in zip((x, beside), flights)
+        )
 
     @staticmethod
     def backward(ctx, grad, grad_beside):
-        counts = ctx.sent, ctx.received
-        of_beside = exchange_rows(grad_beside, ctx.group, *counts)
-        return exchange_rows(grad, ctx.group, *counts), of_beside, None, None, None
+        """Return the gradients that `ArriveBoth` has sent for."""
+        first, second = ctx.flights
+        return first.end(), second.end(), None
+
+
+class ArriveBoth(torch.autograd.Function):
+    """Waits for copies and what goes beside them; the backward pass sends both gradients back."""
+
+    @staticmethod
+    def forward(ctx, x, beside, flights):
+        """Return what `DepartBoth` returned, when it is there."""
+        ctx.flights = flights
+        for flight in flights:
+            flight.end()
+        return x.view_as(x), beside.view_as(beside)
+
+    @staticmethod
+    def backward(ctx, grad, grad_beside):
+        """Start to send the gradients; `DepartBoth` returns what arrives. What this returns only
+        has the right shapes.
+        """
+        for rows, flight in zip((grad, grad_beside), ctx.flights):
+            flight.start(rows, flight.sent, flight.received)
+        return grad, grad_beside, None
 
 
 def read_counts(
@@ -181,14 +203,14 @@ def sent_of(
     starts = range(0, len(arriving), experts_here)
     by_rank = [arriving[start : start + experts_here] for start in starts]
     of_experts = [sum(of_ranks) for of_ranks in zip(*by_rank)]
-    return RowCounts(to_nodes, from_nodes, to_ranks, list(map(sum, by_rank)), of_experts)
+    from_ranks = list(map(sum, by_rank))
+    return RowCounts(to_nodes, from_nodes, to_ranks, from_ranks, by_rank, of_experts)
 
 
 def exchange_node_counts(
     across: Group, within: Group, copies: Tensor, counts: Tensor, tokens: tuple[int, int]
-) -> tuple[RowCounts, Tensor]:
-    """Return the numbers of rows, and as a tensor on the device those that arrive from each rank of
-    this node for each expert of this rank, (L, E / (N L)).
+) -> RowCounts:
+    """Return the numbers of rows.
 
     copies: this rank's copies for each node, (N,). counts: its rows for each expert, (E,). tokens:
     (T, k). The host waits for the device here, once in a forward pass.
@@ -202,7 +224,7 @@ def exchange_node_counts(
     arriving = torch.empty_like(to_ranks)
     within.at_once.all_to_all(arriving, to_ranks).wait()
     found = torch.cat([copies, arrived[:, 0], to_ranks.sum(1), arriving.flatten()])
-    return read_counts(across, within, found, tokens, len(counts)), arriving
+    return read_counts(across, within, found, tokens, len(counts))
 
 
 def first_true(mask: Tensor, count: int) -> Tensor:
@@ -213,17 +235,20 @@ def first_true(mask: Tensor, count: int) -> Tensor:
     return (~mask).to(torch.uint8).argsort(stable=True)[:count]
 
 
-def run_experts(
+def send(
     x: Tensor,
     choice: tuple[Tensor, Tensor, Tensor],
     groups: tuple[Group, Group],
     run: Callable[[Tensor, list[int]], Tensor],
-) -> Tensor:
-    """Return the weighted sum of the experts' outputs, (T, h), for this rank's tokens x, (T, h).
+    overlaps: bool,
+) -> Callable[[], Tensor]:
+    """Start to send this rank's tokens x, (T, h), to the nodes of their experts; return a function
+    that returns the weighted sum of the experts' outputs, (T, h).
 
     choice: each token's experts, ascending, and their weights, (T, k) each, and the number of rows
     of each expert, (E,). groups: `across` and `within` (distributed/mesh.py). run: a function of
     the rows of this rank's experts, sorted by expert, and of their numbers, that returns outputs.
+    overlaps: whether other work comes before the returned function is called.
     """
     experts, weights, counts = choice
     across, within = groups
@@ -231,21 +256,36 @@ def run_experts(
     of_node = len(counts) // across.size  # the experts of a node
     visits = torch.zeros(tokens, across.size, dtype=torch.bool, device=x.device)
     visits.scatter_(1, experts // of_node, True)  # (T, N): does the token have experts there?
-    sent, arriving = exchange_node_counts(across, within, visits.sum(0), counts, (tokens, k))
+    sent = exchange_node_counts(across, within, visits.sum(0), counts, (tokens, k))
 
     # To the nodes: the copies are in the order of the nodes, those for one node in that of tokens.
     token_of_copy = first_true(visits.t().flatten(), sum(sent.to_nodes)) % max(1, tokens)
     of_tokens = copies_of(token_of_copy, tokens)
     # The numbers of experts are far below 2^24, so FP32 has them exactly.
     beside = torch.cat([weights, experts.to(weights.dtype)], 1)
-    rows, beside = ExchangeBoth.apply(
-        Spread.apply(x, of_tokens),
-        Spread.apply(beside, of_tokens),
-        across,
-        sent.from_nodes,
-        sent.to_nodes,
-    )
+    started = across if overlaps else across.at_once
+    flights = [Flight(started, sent.from_nodes, sent.to_nodes) for _ in range(2)]
+    coming = DepartBoth.apply(Spread.apply(x, of_tokens), Spread.apply(beside, of_tokens), flights)
+    return partial(_finish, coming, flights, sent, of_tokens, (k, of_node), groups, run)
 
+
+def _finish(
+    coming: tuple[Tensor, Tensor],
+    flights: list[Flight],
+    sent: RowCounts,
+    of_tokens: Copies,
+    sizes: tuple[int, int],
+    groups: tuple[Group, Group],
+    run: Callable[[Tensor, list[int]], Tensor],
+) -> Tensor:
+    """Return what the function that `send` returns does. sizes: k, and the experts of a node.
+
+    coming: copies, and what goes beside them, which are on their way by `flights`. of_tokens: the
+    copies of this rank's tokens.
+    """
+    across, within = groups
+    k, of_node = sizes
+    rows, beside = ArriveBoth.apply(*coming, flights)
     # Within the node: rows are sorted by expert, those of one expert by the copy's place.
     weights, experts = beside.split(k, 1)
     own = experts.detach().long() - across.rank * of_node  # (U, k): counted from the node's first
@@ -255,8 +295,7 @@ def run_experts(
     weights = weights.flatten()[order]
     rows = Spread.apply(rows, of_copies)
     rows = Exchange.apply(rows, within, sent.from_ranks, sent.to_ranks)
-    by_expert = order_by_expert(arriving, len(rows))
-    by_rank = inverse(by_expert)
+    by_expert, by_rank = orders_of_arrived(sent.arrived, rows.device)
     rows = run(Permute.apply(rows, by_expert, by_rank), sent.of_experts)
     rows = Permute.apply(rows, by_rank, by_expert)
     rows = Exchange.apply(rows, within, sent.to_ranks, sent.from_ranks)

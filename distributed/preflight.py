@@ -7,9 +7,10 @@
 
 The checks of nodes are fast, and find faults that would otherwise end the run hours later. Every
 rank must answer, have the same source files, options and library versions, allocate memory and
-multiply matrices; every group of the layout must all-reduce. Slow ranks are found in training, by
-check_speed_every. The answers go through torch's store with a time limit (store.py), so that a
-node which does not answer, for any reason, is named in the error and can be left out.
+multiply matrices; every group of the layout must do what the run does over it. Slow ranks are found
+in training, by check_speed_every. The answers go through torch's store with a time limit
+(store.py), so that a node which does not answer, for any reason, is named in the error and can be
+left out.
 
 A check of the nodes raises NodeError, on every rank, with the nodes to leave out: the supervisor
 then starts the run again without them. `say` prints a line on rank 0. `peers` has rank 0 judge the
@@ -40,6 +41,7 @@ from base.errors import NOT_WRITTEN, ClusterError, NodeError, PackageError
 from config.run_options import Run
 from config.schema import Config
 from distributed import placement
+from distributed.collectives import Group
 from distributed.context import Context
 from distributed.mesh import ROLES, Mesh, mesh_of_run
 from distributed.placement import Say
@@ -60,7 +62,11 @@ STILL = 0.75  # the share of the limit after which a rank counts as still
 LOOKS = 2  # how often within the limit the ranks exchange how far they have come
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the matrices that a device multiplies
 SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that a check allocates and frees again
-OPERATIONS = {"forward": "a message", "backward": "a message"}  # tried over a role's groups
+# What is tried over the groups of a role; over those of other roles it is an all-reduce.
+OPERATIONS = {"forward": "a message", "backward": "a message"}
+OPERATIONS |= dict.fromkeys(
+    ("heads", "experts", "experts_across", "experts_within", "stage"), "an all-to-all"
+)
 NAMED = 3  # the most ranks that an error message lists; it gives only the number of further ranks
 # The parts that --compile compiles, as a text for the log and run.json.
 COMPILED = (
@@ -288,7 +294,7 @@ def check_devices(errors: list[str], peers: Peers) -> None:
 
 
 def check_groups(config: Config, peers: Peers, say: Say = lambda line: None) -> None:
-    """All-reduce in every group of the layout; collective over all ranks.
+    """Communicate in every group of the layout, as OPERATIONS says; collective over all ranks.
 
     A thread does it, so that a hang of a rank does not block this rank: after each time limit the
     ranks exchange how far they have come. say: prints a line on rank 0. Raise NodeError, on every
@@ -297,14 +303,14 @@ def check_groups(config: Config, peers: Peers, say: Say = lambda line: None) -> 
     # The names of the steps. progress.at is the index of the step that this rank does now.
     names = (
         "making the groups",
-        *(f"{OPERATIONS.get(role, 'an all-reduce')} over {role}" for role in ROLES),
+        *(f"{operation_of(role)} over {role.replace('_', ' ')}" for role in ROLES),
     )
     progress = _Progress()
     done = threading.Event()
     context = peers.context
 
     def reduce() -> None:
-        """Make the groups and sum ones in each; put steps and a failure into `progress`.
+        """Make the groups and communicate in each; put steps and a failure into `progress`.
 
         Runs in a thread. At the end the event `done` is set.
         """
@@ -312,16 +318,13 @@ def check_groups(config: Config, peers: Peers, say: Say = lambda line: None) -> 
             if context.device.type == "cuda":
                 torch.cuda.set_device(context.device)  # each thread has its own current device
             mesh = mesh_of_run(config, context)
+            tried = roles_to_try(mesh, config.training.optimizer)
             for step, role in enumerate(ROLES, 1):
                 progress.begin(step)
                 if role in ("forward", "backward"):
                     pass_along(mesh, role[0].upper(), context.device)
-                    continue
-                group = mesh.group(role)
-                total = torch.ones(1, device=context.device)
-                group.all_reduce(total).wait()
-                if total.item() != group.size:
-                    raise RuntimeError(f"the sum of {group.size} ones is {total.item()}")
+                elif role in tried:
+                    try_group(mesh.group(role), operation_of(role), context.device)
             progress.begin(len(names))
         except RuntimeError as error:
             progress.error = str(error).splitlines()[0]
@@ -357,6 +360,42 @@ def check_groups(config: Config, peers: Peers, say: Say = lambda line: None) -> 
             )
         if not rest:
             say(f"preflight: {names[least]} is slow, still going on")
+
+
+def operation_of(role: str) -> str:
+    """Return, in words, what the pre-flight does in the groups of a role."""
+    return OPERATIONS.get(role, "an all-reduce")
+
+
+def roles_to_try(mesh: Mesh, optimizer: str) -> list[str]:
+    """Return the roles whose groups this rank tries: one of those with the same group and the same
+    operation, of groups that have a process group. Only Muon sends over `stage`.
+    """
+    found: dict[tuple[int, str], str] = {}
+    for role in ROLES:
+        group = mesh.group(role)
+        unused = role == "stage" and optimizer != "muon"
+        if group.handle is not None and not unused:
+            found.setdefault((id(group.handle), operation_of(role)), role)
+    return list(found.values())
+
+
+def try_group(group: Group, operation: str, device: torch.device) -> None:
+    """All-reduce ones over a group, or have all ranks send all others their numbers in the group.
+
+    operation: the words of `operation_of`. Raise RuntimeError if the result is wrong.
+    """
+    if operation == "an all-to-all":
+        ranks = torch.arange(group.size, device=device)
+        arrived = torch.empty_like(ranks)
+        group.all_to_all(arrived, torch.full_like(ranks, group.rank)).wait()
+        if not torch.equal(arrived, ranks):
+            raise RuntimeError(f"the ranks 0 to {group.size - 1} arrived as {arrived.tolist()}")
+        return
+    total = torch.ones(1, device=device)
+    group.all_reduce(total).wait()
+    if total.item() != group.size:
+        raise RuntimeError(f"the sum of {group.size} ones is {total.item()}")
 
 
 class _Progress:
@@ -408,11 +447,11 @@ def pass_along(mesh: Mesh, kind: str, device: torch.device) -> None:
     number = torch.ones(1, device=device)
     if 0 <= rank - step < size:
         number.zero_()
-        mesh.channel(kind, rank - step, rank).receive(number, rank - step).wait()
+        mesh.channel(kind).receive(number, rank - step).wait()
         if number.item() != 1:
             raise RuntimeError(f"the message 1 arrived as {number.item()}")
     if 0 <= rank + step < size:
-        mesh.channel(kind, rank, rank + step).send(number, rank + step).wait()
+        mesh.channel(kind).send(number, rank + step).wait()
 
 
 # ---- Room for checkpoints ------------------------------------------------------------------------

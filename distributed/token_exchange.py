@@ -4,9 +4,10 @@ A row is the hidden state of one token for one expert, (h,): a token with k expe
 
     counts: this rank's rows for each expert           exchange_counts tells the other ranks
         --Exchange, an all-to-all of unequal blocks--> rows by rank, then expert
-        --order_by_expert--> rows by expert, then rank
+        --orders_of_arrived--> rows by expert, then rank
 
-Repeat and Permute put the rows into these orders, also on a single rank.
+If other work can run meanwhile, Depart and Arrive stand in the place of Exchange. Repeat and
+Permute put the rows into these orders, also on a single rank.
 layers/experts.py calls these functions; read it first.
 
 An order is a permutation, (n,): row i of x[order] is row order[i] of x. For 2 tokens with k = 2
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distributed.collectives import Group
+from distributed.collectives import Group, Handle
 
 
 def share(count: int, group: Group) -> tuple[int, int]:
@@ -61,10 +62,9 @@ def counts_on_host(group: Group, counts: Tensor, rows: int) -> list:
 
 def exchange_counts(
     group: Group, counts: Tensor, rows: int
-) -> tuple[list[int], list[int], list[int], Tensor]:
+) -> tuple[list[int], list[int], list[int], list[list[int]]]:
     """Return the numbers of rows: sent to each rank, received from each rank, of each expert here,
-    and as a tensor on the device, (ranks, experts here), those received from each rank for each
-    expert.
+    and for each rank those received from it for each expert here.
 
     counts: this rank's rows for each of the E experts, (E,). rows: the sum of `counts`. The host
     waits for the device here, once in a forward pass.
@@ -76,22 +76,40 @@ def exchange_counts(
     group.at_once.all_to_all(arriving, by_rank).wait()
     leaving, arrived = counts_on_host(group, torch.stack([by_rank, arriving]), rows)
     of_experts = [sum(of_ranks) for of_ranks in zip(*arrived)]
-    return list(map(sum, leaving)), list(map(sum, arrived)), of_experts, arriving
+    return list(map(sum, leaving)), list(map(sum, arrived)), of_experts, arrived
 
 
-def order_by_expert(counts: Tensor, rows: int) -> Tensor:
-    """Return the permutation, (n,), that sorts n received rows by expert, then rank.
+def orders_of_arrived(arrived: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two permutations of the n rows that have arrived, (n,) each: from their order, by rank
+    and then by expert, to the order by expert and then by rank, and the one that undoes it.
 
-    The rows have arrived by rank, then expert. counts: for each rank, the number of its rows for
-    each of this rank's experts, (ranks, experts here). rows: n, which is their sum: with it the
-    host does not wait for the device. Example: [[2, 1], [1, 0]] says that rows 0 and 1 came from
-    rank 0 for expert 0, row 2 from rank 0 for expert 1, and row 3 from rank 1 for expert 0. The
-    result is [0, 1, 3, 2].
+    arrived: for each rank, the number of its rows for each of this rank's experts. Example: [[2,
+    1], [1, 0]] says that rows 0 and 1 came from rank 0 for expert 0, row 2 from rank 0 for expert
+    1, and row 3 from rank 1 for expert 0. The first result is [0, 1, 3, 2].
+
+    The rows of a rank for an expert stay together. How far each such block moves follows from the
+    counts, which are on the host: so no sort and no launch for each step of it.
     """
-    ranks, experts_here = counts.shape
-    experts = torch.arange(experts_here, device=counts.device).repeat(ranks)  # here: 0 1 0 1
-    expert_of_row = experts.repeat_interleave(counts.flatten(), output_size=rows)
-    return expert_of_row.argsort(stable=True)  # a stable sort keeps the ranks in order
+    sizes = torch.tensor(arrived)  # (ranks, experts here)
+    by_expert = sizes.t().flatten()
+    start = sizes.flatten().cumsum(0).view_as(sizes) - sizes  # of each block among arrived rows
+    sorted_start = by_expert.cumsum(0).sub_(by_expert).view_as(sizes.t())
+    moves = sorted_start - start.t()  # (experts here, ranks): places by which a block moves
+    # Rows 0 to n of `order` are the first result. Its other n rows are the second one.
+    n = sum(map(sum, arrived))
+    blocks = torch.cat([by_expert, sizes.flatten()])
+    shifts = torch.cat([-moves.flatten(), moves.t().flatten() - n])
+    blocks, shifts = to_device(torch.stack([blocks, shifts]), device)
+    order = torch.arange(2 * n, device=device)
+    order += shifts.repeat_interleave(blocks, output_size=2 * n)
+    return order[:n], order[n:]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on the device, for which the host does not wait."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Exchange(torch.autograd.Function):
@@ -112,6 +130,71 @@ class Exchange(torch.autograd.Function):
     def backward(ctx, grad):
         """Return the gradients of the rows that this rank sent, from the ranks that got them."""
         return exchange_rows(grad, ctx.group, ctx.sent, ctx.received), None, None, None
+
+
+class Flight:
+    """An exchange of rows that is under way, of gradients in the backward pass.
+
+    Other work may stand between `Depart`, which starts it, and `Arrive`, which waits for it. In the
+    backward pass that work's gradients are computed while the rows' gradients travel: autograd runs
+    what was called later first, so from `Arrive` over that work to `Depart`.
+    """
+
+    def __init__(self, group: Group, received: list[int], sent: list[int]):
+        """received, sent: the numbers of rows from and to each rank of `group`."""
+        self.group = group
+        self.received = received
+        self.sent = sent
+        self._handle: Handle | None = None
+        self._output: Tensor | None = None
+
+    def start(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Start to send rows; return the tensor into which others arrive."""
+        self._output = rows.new_empty(sum(received), rows.shape[-1])
+        self._handle = self.group.all_to_all(self._output, rows.contiguous(), (received, sent))
+        return self._output
+
+    def end(self) -> Tensor:
+        """Wait for the rows, and return them."""
+        assert self._handle is not None  # `start` comes first
+        assert self._output is not None
+        self._handle.wait()
+        output = self._output
+        self._handle = self._output = None
+        return output
+
+
+class Depart(torch.autograd.Function):
+    """Starts a flight; the backward pass waits for the gradients that come back."""
+
+    @staticmethod
+    def forward(ctx, rows, flight):
+        """Start to send `rows`; return the tensor into which others arrive, for `Arrive` alone."""
+        ctx.flight = flight
+        return flight.start(rows, flight.received, flight.sent)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Return the rows' gradients, which `Arrive` has sent for. grad: what `Arrive` returned."""
+        return ctx.flight.end(), None
+
+
+class Arrive(torch.autograd.Function):
+    """Waits for the rows of a flight; the backward pass starts to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows, flight):
+        """Return `rows`, which `Depart` returned, when they are there."""
+        ctx.flight = flight
+        flight.end()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Start to send the gradients; `Depart` returns what arrives. What this returns only has
+        the right shape."""
+        ctx.flight.start(grad, ctx.flight.sent, ctx.flight.received)
+        return grad, None
 
 
 def exchange_rows(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:

@@ -332,6 +332,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
             return attend(q, k, v, mask, Group())
+        q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
         mixed = attend_own_heads(q, k, v, mask, self.mesh, self.recompute)
         return to_tokens(mixed, self.mesh.heads)
 
@@ -417,7 +418,6 @@ def attend_own_heads(
     q: (s, b, a, d). k, v: (s, b, g, d). With --cp over heads: s' = n s and a' = a / n for the n
     ranks of mesh.heads. runs_again: whether the backward pass computes it again.
     """
-    q, k, v = to_heads(q, k, v, mesh.heads)  # with --cp: fewer heads, more tokens
     if runs_again and torch.is_grad_enabled():
         return recompute(attend, q, k, v, mask, mesh.kv)
     return attend(q, k, v, mask, mesh.kv)

@@ -34,15 +34,19 @@ from architecture.shape import ModelShape
 from distributed import gpus, node_dispatch, token_exchange
 from distributed.collectives import reduce_from_tp
 from distributed.token_exchange import (
+    Arrive,
+    Depart,
     Exchange,
+    Flight,
     OwnTokens,
     Permute,
     Repeat,
     exchange_counts,
     inverse,
     occurrences,
-    order_by_expert,
+    orders_of_arrived,
     share,
+    to_device,
 )
 from parallel import DeferredGradients, Matrices, ParamFactory, add_product, exact_dtype
 
@@ -57,10 +61,10 @@ class Balance(Protocol):
 class Routing(Protocol):
     """Records or replaces a router's choices: a class of telemetry/routing_file.py."""
 
-    def settle(self, chosen: Tensor, places: Tensor, samples: int) -> Tensor:
+    def settle(self, chosen: Tensor, start: int, samples: int) -> Tensor:
         """Return the experts to take for T tokens, (T, k), after the router chose `chosen`, (T, k).
 
-        Router.forward calls this in training, with its arguments `places` and `samples`.
+        Router.forward calls this in training, with its arguments `start` and `samples`.
         """
 
 
@@ -68,15 +72,15 @@ class RouterOutput(NamedTuple):
     """A router's results for T tokens.
 
     logits, scores: (T, E). experts: the numbers of each token's k experts, ascending, (T, k).
-    samples: the number of each token's sample in the micro-batch, (T,). samples_in_batch: the
-    number of samples in the micro-batch.
+    start: the first token's position among the micro-batch's tokens, which are in the order (s, b).
+    samples: b, the number of samples in the micro-batch.
     """
 
     logits: Tensor
     scores: Tensor
     experts: Tensor
-    samples: Tensor
-    samples_in_batch: int
+    start: int
+    samples: int
 
 
 class Router(nn.Module):
@@ -110,13 +114,13 @@ class Router(nn.Module):
         self.routing: Routing | None = None  # with --record-routing or --pin-routing: set once
 
     def forward(
-        self, x: Tensor, places: Tensor, samples: int, chosen_experts: list[Tensor]
+        self, x: Tensor, start: int, samples: int, chosen_experts: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the experts (T, k), ascending, and their weights (T, k) for tokens x (T, h), and
         the number of rows of each expert, (E,).
 
-        places: (T,), the position of each token among the tokens of the tensor group, which are in
-        the order (s, b). samples: b. chosen_experts: an empty list, to which this method adds its
+        start: the first token's position among the tokens of the tensor group, which are in the
+        order (s, b). samples: b. chosen_experts: an empty list, to which this method adds its
         choice; when recomputation repeats the forward pass, the list has the choice already.
         """
         exact = exact_dtype(x.dtype)
@@ -128,18 +132,22 @@ class Router(nn.Module):
         if not repeated:
             choice_here = self._choose(scores.detach())
             if self.routing is not None and torch.is_grad_enabled():
-                choice_here = self.routing.settle(choice_here, places, samples)
+                choice_here = self.routing.settle(choice_here, start, samples)
             chosen_experts.append(choice_here)
         experts = chosen_experts[0]
         counts = occurrences(experts.flatten(), self.model.experts)
         weights = scores.gather(-1, experts)
         if self.model.router_normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
-        weights = weights * self.model.router_scale
+            total = weights.sum(-1, keepdim=True)
+            if self.model.router != "softmax":  # sigmoids may all be 0
+                total = total + 1e-20
+            weights = weights / total
+        if self.model.router_scale != 1.0:
+            weights = weights * self.model.router_scale
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
                 self.counts += counts
-            choice = RouterOutput(logits, scores, experts, places % samples, samples)
+            choice = RouterOutput(logits, scores, experts, start, samples)
             weights = self.balance.add_penalty(self, weights, choice)
         return experts, weights, counts
 
@@ -246,7 +254,7 @@ class HeldExperts(nn.Module):
         """
         if bias is None:
             return rows
-        repeats = torch.tensor(counts).to(rows.device, non_blocking=True)
+        repeats = to_device(torch.tensor(counts), rows.device)
         of_rows = bias.view(self.experts_here, -1).repeat_interleave(
             repeats, 0, output_size=len(rows)
         )
@@ -308,69 +316,87 @@ class ExpertMLP(nn.Module):
         tp = factory.mesh.tp
         samples = x.shape[1]
         tokens = x.flatten(0, 1)
-        if tp.size == 1 or factory.sequence_parallel:
-            y = self._run_experts(tokens, 0, samples, chosen_experts)
-        else:
+        start, stop = 0, len(tokens)
+        divides = tp.size > 1 and not factory.sequence_parallel
+        if divides:
             # All tensor ranks have all tokens: each of them sends a share to the experts.
             start, stop = share(len(tokens), tp)
-            tokens_here = OwnTokens.apply(tokens, start, stop, tp)
-            y_here = self._run_experts(tokens_here, start, samples, chosen_experts)
-            y = F.pad(y_here, (0, 0, start, len(tokens) - stop))  # 0 for tokens of other ranks
+            tokens = OwnTokens.apply(tokens, start, stop, tp)
+        finish = self._send(tokens, start, samples, chosen_experts)
+        shared = None if self.shared is None else self._shared_output(x)  # while the rows travel
+        y = finish()
+        if divides:
+            y = F.pad(y, (0, 0, start, x.shape[0] * samples - stop))  # 0 for other ranks' tokens
             y = reduce_from_tp(y, tp, factory.sequence_parallel)
         y = y.view_as(x)
-        if self.shared is None:
-            return y
-        shared = self.shared(x)
-        if self.gate is not None:  # a factor of the shared MLP's output, 0 to 1, for each token
-            shared = shared * F.linear(x, self.gate).sigmoid()
-        return y + shared
+        return y if shared is None else y + shared
 
-    def _run_experts(
+    def _shared_output(self, x: Tensor) -> Tensor:
+        """Return the output of the MLP that every token takes, in the shape of x."""
+        assert self.shared is not None
+        shared = self.shared(x)
+        if self.gate is None:
+            return shared
+        return shared * F.linear(x, self.gate).sigmoid()  # a factor of 0 to 1 for each token
+
+    def _send(
         self, x: Tensor, start: int, samples: int, chosen_experts: list[Tensor]
-    ) -> Tensor:
-        """Return the experts' output, (T, h), for this rank's tokens x, (T, h).
+    ) -> Callable[[], Tensor]:
+        """Start to send this rank's tokens x, (T, h), to their experts; return a function that
+        returns the experts' output, (T, h).
 
         start: the first token's position among the tokens of the tensor group, which are in the
         order (s, b). samples: b. chosen_experts: the list that keeps the choice for recomputation.
         """
-        places = torch.arange(start, start + len(x), device=x.device)
-        experts, weights, counts = self.router(x, places, samples, chosen_experts)
+        experts, weights, counts = self.router(x, start, samples, chosen_experts)
         mesh = self.factory.mesh
         if mesh.experts_across.size > 1:  # experts are on several nodes: one copy to each of them
             groups = mesh.experts_across, mesh.experts_within
             choice = experts, weights, counts
-            return node_dispatch.run_experts(x, choice, groups, self.held_experts)
+            return node_dispatch.send(x, choice, groups, self.held_experts, self.shared is not None)
         # Before sorting, row i is for token i // k. If experts is [[0, 2], [0, 1]], for two tokens
         # with k = 2, order is [0, 2, 3, 1]: rows 0 and 2 go to expert 0, 3 to 1, and 1 to 2.
         order = experts.flatten().argsort(stable=True)
         back = inverse(order)
         rows = Repeat.apply(x, order, back, self.experts_per_token)
         group = mesh.experts
+        run: Callable[[], Tensor]
         if group.size == 1:  # this rank holds all experts
             counts_on_host = token_exchange.counts_on_host(group, counts, len(rows))
-            rows = self.held_experts(rows, counts_on_host)
+            run = functools.partial(self.held_experts, rows, counts_on_host)
         else:
-            rows = self._exchange_and_run(rows, counts)
-        rows = Permute.apply(rows, back, order)  # in the order of the tokens again
-        outputs = rows.view(len(x), self.experts_per_token, x.shape[-1])
-        return (outputs * weights.to(x.dtype)[..., None]).sum(1)
+            run = self._send_rows(rows, counts)
 
-    def _exchange_and_run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the experts' outputs, (T k, h), for rows (T k, h) that are sorted by expert.
+        def finish() -> Tensor:
+            """Return the weighted sums of the experts' outputs."""
+            rows = Permute.apply(run(), back, order)  # in the order of the tokens again
+            outputs = rows.view(len(x), self.experts_per_token, x.shape[-1])
+            return (outputs * weights.to(x.dtype)[..., None]).sum(1)
 
-        Each row is sent to the rank of `ep` that holds its expert, and the output is sent back.
+        return finish
+
+    def _send_rows(self, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+        """Start to send rows, (T k, h), sorted by expert, each to the rank of `ep` that holds its
+        expert; return a function that returns the experts' outputs, (T k, h), which come back.
+
         counts: the number of rows of each expert, (E,).
         """
         group = self.factory.mesh.experts
         # The rows arrive by rank, are sorted by expert for the products, and go back by rank.
-        sent, received, counts_here, counts_by_rank = exchange_counts(group, counts, len(rows))
-        rows = Exchange.apply(rows, group, received, sent)
-        by_expert = order_by_expert(counts_by_rank, len(rows))
-        by_rank = inverse(by_expert)
-        rows = Permute.apply(rows, by_expert, by_rank)
-        rows = self.held_experts(rows, counts_here)
-        rows = Permute.apply(rows, by_rank, by_expert)
-        return Exchange.apply(rows, group, sent, received)
+        sent, received, counts_here, arrived = exchange_counts(group, counts, len(rows))
+        flight = Flight(group if self.shared is not None else group.at_once, received, sent)
+        coming = Depart.apply(rows, flight)
+
+        def finish() -> Tensor:
+            """Return the experts' outputs for this rank's rows."""
+            rows = Arrive.apply(coming, flight)
+            by_expert, by_rank = orders_of_arrived(arrived, rows.device)
+            rows = Permute.apply(rows, by_expert, by_rank)
+            rows = self.held_experts(rows, counts_here)
+            rows = Permute.apply(rows, by_rank, by_expert)
+            return Exchange.apply(rows, group, sent, received)
+
+        return finish
 
 
 # ---- Products of each expert's rows with its matrix ----------------------------------------------
@@ -407,8 +433,7 @@ class _GroupedLinear(torch.autograd.Function):
         elif ctx.add is not None:
             ctx.add(x, grad)  # at once, to the optimizer's buffer
         else:
-            dw = torch.zeros_like(weight)
-            _add_weight_gradients(dw, x, grad, ctx.counts)
+            dw = weight_gradients(x, grad, ctx.counts, ctx.ends)
         return dx, dw, None, None, None, None
 
 
@@ -460,10 +485,7 @@ def ends_on_device(counts: list[int], device: torch.device) -> Tensor:
 
     All products of a block share it. It is copied from pinned memory, so the host does not wait.
     """
-    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    if device.type == "cuda":
-        ends = ends.pin_memory()
-    return ends.to(device, non_blocking=True)
+    return to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 def product_by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
@@ -484,16 +506,35 @@ def _add_weight_gradients(total: Tensor, x: Tensor, grad: Tensor, counts: list[i
             add_product(expert_total, row_grads.t(), rows)
 
 
+def weight_gradients(x: Tensor, grad: Tensor, counts: list[int], ends: Tensor | None) -> Tensor:
+    """Return the gradient of each expert's matrix in the type of x: (experts, out, in).
+
+    x: (n, in) and grad, the products' gradient: (n, out), both sorted by expert. ends: see
+    `_grouped_product`. One kernel for all rounds its result once, as a product for each does; where
+    gradients are summed in fp32 it would round before the sum, so that has a product for each.
+    """
+    if ends is not None:
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    total = grad.new_zeros(len(counts), grad.shape[-1], x.shape[-1])
+    _add_weight_gradients(total, x, grad, counts)
+    return total
+
+
 def _add_gradients(
-    parameter: Any, shape: torch.Size, counts: list[int], x: Tensor, grad: Tensor
+    parameter: Any,
+    shape: torch.Size,
+    counts: list[int],
+    ends: Tensor | None,
+    x: Tensor,
+    grad: Tensor,
 ) -> None:
     """Add the gradient of an experts' parameter to its sum, and call the optimizer's hook.
 
-    shape: (experts, out, in). x: (n, in). grad: the products' gradient, (n, out). counts: rows.
+    shape: (experts, out, in). x: (n, in). grad: the products' gradient, (n, out). counts, ends: as
+    in `grouped_linear`.
     """
     if not hasattr(parameter, "main_grad"):  # --zero 2, 3: autograd gives it to the hooks
-        gradient = grad.new_zeros(shape)
-        _add_weight_gradients(gradient, x, grad, counts)
+        gradient = weight_gradients(x, grad, counts, ends)
         torch.autograd.backward(parameter, gradient.view(parameter.shape))
         return
     _add_weight_gradients(parameter.main_grad.view(shape), x, grad, counts)
@@ -517,5 +558,5 @@ def grouped_linear(
     # Without a buffer for the gradient and without a pass W, autograd computes the gradient.
     if deferred is None and not hasattr(parameter, "main_grad"):
         return _GroupedLinear.apply(x, weight, counts, ends, None, None)
-    add: Callable = functools.partial(_add_gradients, parameter, weight.shape, counts)
+    add: Callable = functools.partial(_add_gradients, parameter, weight.shape, counts, ends)
     return _GroupedLinear.apply(x, weight.detach(), counts, ends, add, deferred)

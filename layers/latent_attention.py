@@ -17,6 +17,11 @@ by q_b and kv_b for the latents (operator f of a column-parallel layer), by `spr
 k_rope. So the gradients of q_a, kv_a and the norms are equal on the tensor ranks; with sequence
 parallelism they are of this rank's tokens, and ParamFactory has them summed with the norms'.
 
+With --cp over heads (distributed/context_parallel.py) the latents and the turned k_rope of all
+tokens are gathered, and each rank computes keys and values of its heads from them: only queries and
+results travel by heads. So a rank multiplies all tokens by its heads' part of kv_b instead of its
+own tokens by all of it. The sum over the ranks that every weight's gradient needs is the same.
+
 Decoding caches the normalised latent and the turned k_rope, kv_lora_rank + r numbers for a token,
 and multiplies by the halves of kv_b on the queries' and the results' side instead (the paper's
 "absorbed" form): the same products in another order.
@@ -32,10 +37,10 @@ from torch import Tensor, nn
 
 from architecture.shape import ModelShape
 from distributed.collectives import Group, spread_to_tp
-from distributed.context_parallel import to_tokens
+from distributed.context_parallel import exchange_heads, gather_tokens, to_tokens
 from layers.attention import KeyValueCache, attend, attend_own_heads, rotate
 from layers.attention_masks import Mask
-from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, linear
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, linear, linear_by_part
 
 # The epsilon of the latents' norms. It is fixed in DeepSeek's code and in transformers, whatever
 # the epsilon of the blocks' norms is.
@@ -134,6 +139,7 @@ class LatentAttention(nn.Module):
         )
         self.out = RowLinear(factory, f"{name}.out", heads * self.value, h, std, model.bias)
         self._heads_of = factory.compile_for_training(_heads_of)
+        self._joined = factory.compile_for_training(_joined)
         # attend divides scores by the root of the head size: queries get what is missing.
         self.query_factor = (model.head_size / model.query_scalar) ** 0.5
 
@@ -153,18 +159,27 @@ class LatentAttention(nn.Module):
             q_input = self.q_a_norm(self.q_a(x))
         latent, k_rope = self.kv_a(x).split((self.latent, self.rope), -1)
         latent = self.kv_a_norm(latent)
-        k_rope = spread_to_tp(k_rope, self.mesh.tp, self.factory.sequence_parallel)  # s b r
         q = self.q(q_input)  # s b a(n+r)
         if self.query_factor != 1.0:
             q = q * self.query_factor
+        k_rope = spread_to_tp(k_rope, self.mesh.tp, self.factory.sequence_parallel)  # s b r
         if cache is not None:
             return self.out(self._decode(q, latent, k_rope, rotary, cache))
         sizes = self.nope, self.rope, self.value
-        q, k, v = self._heads_of(q, self.kv_b(latent), k_rope, rotary, sizes)
+        ranks = self.mesh.heads  # those of cp that divide the heads
+        if ranks.size == 1:
+            q, k, v = self._heads_of(q, self.kv_b(latent), k_rope, rotary, sizes)
+        else:
+            latent = spread_to_tp(latent, self.mesh.tp, self.factory.sequence_parallel)
+            k_turned = _turned(k_rope.unsqueeze(2), rotary).squeeze(2)
+            latent, k_turned = gather_tokens(latent, k_turned, ranks)
+            kv = linear_by_part(latent, self.kv_b.weight, ranks, self.factory)
+            q = exchange_heads(_queries(q, rotary, sizes), ranks)
+            q, k, v = self._joined(q, kv, k_turned, sizes)
         mixed = attend_own_heads(q, k, v, mask, self.mesh, self.recompute)
         if v.shape[-1] != self.value:  # without the columns of padding
             mixed = mixed.unflatten(-1, (-1, v.shape[-1]))[..., : self.value].flatten(2)
-        return self.out(to_tokens(mixed, self.mesh.heads))
+        return self.out(to_tokens(mixed, ranks))
 
     def _decode(
         self,
@@ -211,16 +226,34 @@ def _heads_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of this rank's heads, (s, b, a, d) each, with positions turned.
 
-    q: (s, b, a (n + r)). kv: (s, b, a (n + v)). k_rope: (s, b, r). sizes: n, r and v. d is the
-    larger of n + r and v: torch's flash kernels need values as wide as keys, so the narrower ones
-    end in columns of zeros, which change no score and no gradient.
+    q: (s, b, a (n + r)). kv: (s, b, a (n + v)). k_rope: (s, b, r). sizes: n, r and v. For d see
+    `_joined`.
+    """
+    k_turned = _turned(k_rope.unsqueeze(2), rotary).squeeze(2)
+    return _joined(_queries(q, rotary, sizes), kv, k_turned, sizes)
+
+
+def _queries(
+    q: Tensor, rotary: tuple[Tensor, Tensor] | None, sizes: tuple[int, int, int]
+) -> Tensor:
+    """Return the queries q, (s, b, a (n + r)), with positions turned: (s, b, a, n + r)."""
+    nope, rope, _ = sizes
+    q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).split((nope, rope), -1)
+    return torch.cat([q_nope, _turned(q_rope, rotary)], -1)
+
+
+def _joined(
+    q: Tensor, kv: Tensor, k_turned: Tensor, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as attention's kernel takes them, (s, b, a, d) each.
+
+    q: (s, b, a, n + r). kv: (s, b, a (n + v)). k_turned: (s, b, r), with positions turned. sizes:
+    n, r and v. d is the larger of n + r and v: torch's flash kernels need values as wide as keys,
+    so the narrower ones end in columns of zeros, which change no score and no gradient.
     """
     nope, rope, value = sizes
-    q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).split((nope, rope), -1)
     k_nope, v = kv.unflatten(-1, (-1, nope + value)).split((nope, value), -1)
-    k_turned = _turned(k_rope.unsqueeze(2), rotary).expand(-1, -1, k_nope.shape[2], -1)
-    q = torch.cat([q_nope, _turned(q_rope, rotary)], -1)
-    k = torch.cat([k_nope, k_turned], -1)
+    k = torch.cat([k_nope, k_turned.unsqueeze(2).expand(-1, -1, k_nope.shape[2], -1)], -1)
     missing = value - nope - rope
     if missing <= 0:
         return q, k, F.pad(v, (0, -missing)) if missing else v

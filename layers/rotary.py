@@ -41,7 +41,7 @@ class Rotary:
     def __call__(
         self, positions: Tensor | None, length: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (s, 1 or b, 1, r) each.
+        """Return cosines and signed sines, (s, 1 or b, 1, r) each.
 
         positions: the tokens' positions, (b, s). None: they count from 0 in each sample. length:
         the tokens of the text, in decoding or of a task; None: a sample's.
@@ -78,17 +78,19 @@ def text_switch(model: ModelShape) -> int | None:
 def rotary_tables(
     model: ModelShape, block: BlockAttention, length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of rotary positions: float64, (s, 1, 1, r) each.
+    """Return cosines and signed sines of rotary positions: float64, (s, 1, 1, r) each.
 
     Only the first r columns of a head are turned (rotary_fraction). As in Llama, column i forms a
-    pair with column i + r/2, so both halves of a table are equal. length: s, the tokens of a text,
+    pair with column i + r/2, so both halves of a table are equal, but for the sign of the first
+    half of the sines, which `rotate` needs. length: s, the tokens of a text,
     default: of a sample; longrope has other frequencies for long texts.
     """
     length = length or model.seq_length
     frequencies, factor = rotary_frequencies(model, block, length)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
-    angles = torch.cat([angles, angles], -1)[:, None, None, :]
-    return angles.cos() * factor, angles.sin() * factor
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return cos[:, None, None, :], sin[:, None, None, :]
 
 
 def rotary_frequencies(
@@ -131,13 +133,13 @@ def _scale_frequencies(frequencies: Tensor, kind: str, numbers: list[float]) -> 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Return x, (s, b, heads, d), with the first r columns of each head turned by its position.
 
-    tables: cosines and sines, (s or more, 1 or b, 1, r) each.
+    tables: those of `rotary_tables`, (s or more, 1 or b, 1, r) each.
     """
     cos, sin = (table[: len(x)] for table in tables)
     r = cos.shape[-1]
     if r < x.shape[-1]:
         first_columns, other_columns = x.split((r, x.shape[-1] - r), -1)
         return torch.cat([rotate(first_columns, tables), other_columns], -1)
-    # Columns i and i + r/2 are a point (x, y), turned to (x cos - y sin, y cos + x sin).
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    # Columns i and i + r/2 are a point (x, y), turned to (x cos - y sin, y cos + x sin). The sine's
+    # sign is in the table, so three kernels do it.
+    return torch.addcmul(x * cos, x.roll(r // 2, -1), sin)

@@ -54,36 +54,39 @@ class Penalty:
         gives to the experts' outputs, (T, k). Each loss is a mean over all tokens, also those whose
         labels do not count in the language loss.
         """
+        adds_loads = self.kind in ("sequence", "global")
+        if not (adds_loads or self.z_rate):  # --balance none or bias, and no z-loss
+            return weights
         penalty = choice.logits.new_zeros(())
-        if self.kind in ("sequence", "global"):
+        if adds_loads:
             # "global": the loads of the step before, (E,). "sequence": for each token the loads of
             # the experts in the token's sample, (T, E).
             loads: Tensor = router.load
             if self.kind == "sequence":
-                loads = _loads_of_samples(router.mesh, choice)[choice.samples]
+                loads = _loads_of_tokens(router.mesh, choice)
             shares = choice.scores / choice.scores.sum(-1, keepdim=True)
             penalty = penalty + self.rate * (shares * loads.to(shares.dtype)).sum()
         if self.z_rate:  # the z-loss, which keeps the logits small
             penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
-        if not penalty.requires_grad:  # --balance none or bias, and no z-loss
-            return weights
         return add_gradient_of(weights, penalty * self.weight)
 
 
-def _loads_of_samples(mesh: Mesh, choice: RouterOutput) -> Tensor:
-    """Return the loads of the experts in each sample of a micro-batch, float64: (b, E).
+def _loads_of_tokens(mesh: Mesh, choice: RouterOutput) -> Tensor:
+    """Return for each token the loads of the experts in the token's sample, float64: (T, E).
 
     A load of 2 says that the expert has twice as many rows of this sample as the mean expert. The
     tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
     """
     experts = choice.scores.shape[-1]
+    start, tokens = choice.start, len(choice.experts)
+    sample = torch.arange(start, start + tokens, device=choice.experts.device) % choice.samples
     # One number for each pair (sample, expert), so that pairs can be counted: (T, k).
-    numbers = choice.samples[:, None] * experts + choice.experts
-    counts = occurrences(numbers.flatten(), choice.samples_in_batch * experts)
+    numbers = sample[:, None] * experts + choice.experts
+    counts = occurrences(numbers.flatten(), choice.samples * experts)
     for group in (mesh.tp, mesh.cp):
         group.at_once.all_reduce(counts).wait()
     counts = counts.view(-1, experts)
-    return counts * experts / counts.sum(-1, keepdim=True).double()
+    return (counts * experts / counts.sum(-1, keepdim=True).double())[sample]
 
 
 class RouterBalance:

@@ -7,7 +7,7 @@
 Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024,
 kellerjordan.github.io/posts/muon); at scale arXiv 2502.16982. torch.optim.Muon has the same
 momentum, coefficients and scales, but it computes O in bf16 on the matrices that a rank happens to
-hold. Here O is computed in the type of the masters, unless muon_dtype is bf16, and on the whole
+hold. Here O is computed in bf16 on GPUs and else in the type of the masters (muon_dtype), on whole
 matrices that have a meaning: q, k and v apart, gate and up apart, each expert by itself, and kv_a
 and kv_b of latent attention as they are (muon_qkv; parallel.Matrices). So the update does not
 depend on the layout. Momentum and weights are kept in flat sections, as AdamW's are;
@@ -122,7 +122,8 @@ class Muon:
         self.momenta = [torch.zeros_like(master) for master in masters]
         # State tensors by their names in a checkpoint, which has zeros for AdamW's other one.
         self.states = {"exp_avg": self.momenta}
-        self.dtype = DTYPES["bf16"] if training.muon_dtype == "bf16" else masters[0].dtype
+        is_short = training.newton_schulz_dtype(masters[0].is_cuda) == "bf16"
+        self.dtype = DTYPES["bf16"] if is_short else masters[0].dtype
         parts = {
             "projection": "each projection a matrix",
             "split": "q, k, v apart, of latent attention too",

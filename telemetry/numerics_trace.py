@@ -273,7 +273,9 @@ class NumericsTrace(Observer):
         about |= {"kinds": self.kinds, "response_step": self.response_step}
         about["optimizer"] = config.training.optimizer
         if config.training.optimizer == "muon":
-            about["muon_dtype"] = config.training.muon_dtype
+            about["muon_dtype"] = config.training.newton_schulz_dtype(
+                self.factory.device.type == "cuda"
+            )
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
         folder = os.path.join(config.run.out, "numerics")
         path = os.path.join(folder, f"step-{self.iteration:06d}.npz")

@@ -218,18 +218,18 @@ class BlockRouting:
         self.block = block
         self.passes = 0  # forward passes so far in this step
 
-    def settle(self, chosen: Tensor, places: Tensor, samples: int) -> Tensor:
+    def settle(self, chosen: Tensor, start: int, samples: int) -> Tensor:
         """Return the experts to use for T tokens, (T, k): `chosen`, or the file's experts.
 
         The router calls this method in each forward pass; the host waits for the device. chosen:
-        the router's choice, (T, k). places: (T,), the tokens' indices in the micro-batch's tokens
+        the router's choice, (T, k). start: the first token's index among the micro-batch's tokens
         in the order (s, b). samples: b. Raise UserError if the file has no choice for a token.
         """
         file = self.file
         first_sample = file.first_of(self.passes)
         self.passes += 1
         # In the order (s, b), token i is of sample i % b, at row i // b of this rank's positions.
-        indices = places.cpu().numpy()
+        indices = np.arange(start, start + len(chosen))
         sample_of_token = indices % samples
         positions = file.positions[indices // samples]
         if file.pinned:

@@ -1,12 +1,12 @@
 """A mesh whose groups write down what emulator/matching.py takes, the simulation of NCCL's rules.
 
-pipeline.mesh = StreamMesh(rank, ranks, recorder, channels=False)
+pipeline.mesh = StreamMesh(rank, ranks, recorder)
 stuck_streams(meshes)       which ranks wait for one another for ever, or None
 """
 
 import torch
 
-from distributed.mesh import CHANNELS, Mesh
+from distributed.mesh import Mesh
 from tools.emulator.matching import RunTraces, deadlock
 from tools.emulator.recording import LOAD, Event
 from watchdog.flight_recorder import FlightRecorder
@@ -46,19 +46,18 @@ class StreamWait:
 
 
 class StreamMesh:
-    """A mesh for one of `ranks` pipeline ranks; channels: as of Mesh. events: what it did."""
+    """A mesh for one of `ranks` pipeline ranks. events: what it did."""
 
     channel = Mesh.channel
 
-    def __init__(self, rank: int, ranks: int, recorder, channels: bool):
+    roles = ("forward", "backward")
+
+    def __init__(self, rank: int, ranks: int, recorder):
         self.events: list[Event] = []
-        self.roles = [f"{kind} {name}" if channels else kind for kind in "FB" for name in CHANNELS]
-        groups = {
-            role: StreamGroup(role, rank, ranks, self.events, recorder) for role in self.roles
-        }
-        named = [groups[role] for role in self.roles]
-        self._channels = {"F": named[:4], "B": named[4:]}
-        self.pp, self.recorder = named[0], recorder
+        self.forward, self.backward = (
+            StreamGroup(role, rank, ranks, self.events, recorder) for role in self.roles
+        )
+        self.pp, self.recorder = self.forward, recorder
         self.tp = StreamGroup("tp", 0, 1, self.events)
 
 

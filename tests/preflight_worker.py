@@ -47,6 +47,23 @@ def look(fault: str, config, context, seconds: float) -> None:
         print(f"{fault}: {' | '.join(said)}", flush=True)
 
 
+def tried_with_experts(context, out: str) -> None:
+    """Check a run with experts and heads over cp; rank 0 prints what its groups have done."""
+    words = "--layers 1 --hidden 8 --heads 2 --vocab-size 16 --steps 1 --cp 2 --ep 2 --experts 4"
+    config = validation.check(parse([*words.split(), "--preflight", "--out", out]), context.size)
+    done, own = [], preflight.try_group
+
+    def try_group(group, operation, device):
+        own(group, operation, device)
+        done.append(f"{operation} of {group.ranks}")
+
+    preflight.try_group = try_group
+    look("with experts", config, context, 30.0)
+    preflight.try_group = own
+    if context.rank == 0:
+        print(f"groups with experts: {'; '.join(done)}", flush=True)
+
+
 def room(name: str, config, context, needed: int) -> None:
     """Check memory and disk; rank 0 prints the messages."""
     said = []
@@ -71,6 +88,7 @@ def main() -> None:
     with context.failing_loudly():
         for fault in ("nothing", "torch", "broken"):
             look(fault, config, context, 30.0)
+        tried_with_experts(context, sys.argv[1])
         room("enough", saving, context, 10**6)
         preflight.free_bytes = lambda folder: 5 * 10**9
         room("no disk, no saves", config, context, 10**10)

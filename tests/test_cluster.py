@@ -359,7 +359,7 @@ def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
     monkeypatch.setattr(Context, "group", group)
     axes = {"pp": 2, "dp": 2, "cp": 4, "tp": 2}
     distributed_context._start_process_groups(context)
-    Mesh(axes, context, channels=True, over_heads=2, ep=4)
+    Mesh(axes, context, over_heads=2, ep=4)
     # Of experts on several nodes there are other groups.
     context.places = [Place(f"n{n // 2}", 0, "cuda", None, ()) for n in range(32)]
     Mesh(axes, context, ep=4, sends_once=lambda nodes: True)

@@ -24,8 +24,9 @@ import trainer
 from base.errors import UserError
 from config import schema, validation
 from corpora.token_files import IndexedDatasetWriter
+from distributed.collectives import Group
 from distributed.mesh import Mesh
-from distributed.token_exchange import order_by_expert
+from distributed.token_exchange import Arrive, Depart, Flight, orders_of_arrived
 from layers.experts import (
     ExpertMLP,
     HeldExperts,
@@ -34,6 +35,7 @@ from layers.experts import (
     has_grouped_product,
     product_by_expert,
     product_in_one_kernel,
+    weight_gradients,
 )
 from model import ACTIVATIONS
 from optim.balance import Penalty
@@ -228,7 +230,7 @@ def test_a_bias_changes_the_choice_and_not_the_weights():
     router = router_of(model_with(router="sigmoid", router_normalised=False))
     x = torch.randn(20, 16, dtype=torch.float64)
     router.bias[3] = 10.0
-    experts, weights, counts = router(x, torch.arange(20), 1, [])
+    experts, weights, counts = router(x, 0, 1, [])
     assert (experts == 3).any(-1).all()
     scores = (x @ router.weight.t()).sigmoid()
     assert_close(weights, scores.gather(-1, experts), 1e-12)
@@ -237,14 +239,14 @@ def test_a_bias_changes_the_choice_and_not_the_weights():
 
 def test_groups_limit_the_choice():
     router = router_of(model_with(router_groups=4, router_groups_per_token=1))
-    experts, _, _ = router(torch.randn(50, 16, dtype=torch.float64), torch.arange(50), 1, [])
+    experts, _, _ = router(torch.randn(50, 16, dtype=torch.float64), 0, 1, [])
     assert (experts[:, 0] // 2 == experts[:, 1] // 2).all()
 
 
 def test_the_choice_that_was_kept_is_taken_again():
     router = router_of(model_with())
     kept = [torch.tensor([[0, 7]] * 5)]
-    experts, _, _ = router(torch.randn(5, 16, dtype=torch.float64), torch.arange(5), 1, kept)
+    experts, _, _ = router(torch.randn(5, 16, dtype=torch.float64), 0, 1, kept)
     assert experts.tolist() == kept[0].tolist()
 
 
@@ -252,7 +254,7 @@ def penalty_of(model: schema.ModelShape, kind: str, x: torch.Tensor) -> torch.Te
     """The gradient that a balance of rate 1 gives the router's weight, for one sample."""
     router = router_of(model)
     router.balance = Penalty(kind, 1.0, 0.0, 1.0)
-    _, weights, _ = router(x, torch.arange(len(x)), 1, [])
+    _, weights, _ = router(x, 0, 1, [])
     (weights * 0).sum().backward()
     return router.weight.grad
 
@@ -377,19 +379,61 @@ def test_compiled_experts_take_any_number_of_rows(monkeypatch):
         assert graphs == first, f"{rows} rows are compiled again"
 
 
-def test_rows_are_sorted_by_expert_where_they_are():
-    """By expert, then by the rank that sent them; the host is given only their number."""
-    counts = torch.tensor([[2, 1, 0], [1, 0, 3], [0, 0, 0]])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[2, 1, 0], [1, 0, 3], [0, 0, 0]],
+        [[2, 1], [1, 0]],
+        [[0], [3], [2]],
+        [[0, 4, 0, 1]],
+        [[0, 0], [0, 0]],
+        [[5, 7, 1], [2, 2, 9]],
+    ],
+)
+def test_rows_are_sorted_by_expert_where_they_are(counts):
+    """By expert, then by the rank that sent them; the second order undoes the first."""
     came = [
-        (rank, e)
-        for rank, row in enumerate(counts.tolist())
-        for e, n in enumerate(row)
-        for _ in range(n)
+        (rank, e) for rank, row in enumerate(counts) for e, n in enumerate(row) for _ in range(n)
     ]
-    order = order_by_expert(counts, 7)
+    order, back = orders_of_arrived(counts, torch.device("cpu"))
     assert [came[i] for i in order.tolist()] == sorted(came, key=lambda pair: pair[::-1])
-    with torch.device("meta"):  # a tensor there has no elements that the host could read
-        assert order_by_expert(torch.empty(4, 8, dtype=torch.int64), 67).shape == (67,)
+    assert torch.equal(order[back], torch.arange(len(came)))
+    assert torch.equal(back[order], torch.arange(len(came)))
+    assert orders_of_arrived(counts, torch.device("meta"))[0].shape == (len(came),)
+
+
+def test_other_work_runs_while_rows_and_their_gradients_travel():
+    """The shared expert is computed in the forward pass, and its gradient in the backward pass."""
+    happened = []
+
+    class Noted(Flight):
+        def start(self, *arguments):
+            happened.append("start")
+            return super().start(*arguments)
+
+        def end(self):
+            happened.append("end")
+            return super().end()
+
+    class Shared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            happened.append("shared")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            happened.append("shared's gradient")
+            return 2 * grad
+
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    flight = Noted(Group(), [4], [4])
+    coming = Depart.apply(3 * x, flight)
+    shared = Shared.apply(x)
+    rows = Arrive.apply(coming, flight)
+    (rows.square().sum() + shared.sum()).backward()
+    assert happened == ["start", "shared", "end", "start", "shared's gradient", "end"]
+    assert_close(x.grad, 18 * x.detach() + 2, 1e-14)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 0], [0, 0, 0, 9], [1, 1, 1, 1]])
@@ -405,6 +449,12 @@ def test_one_kernel_computes_what_a_product_for_each_expert_does(counts, dtype, 
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
     ends = ends_on_device(counts, x.device)
     assert_close(product_in_one_kernel(x, weight, ends), expected, tolerance)
+    grad = torch.randn(sum(counts), 24, dtype=dtype)
+    found = weight_gradients(x, grad, counts, ends)
+    assert found.shape == (4, 24, 16)
+    assert_close(found, weight_gradients(x, grad, counts, None), tolerance)
+    for of_expert, rows in zip(found, counts):
+        assert rows or not of_expert.any()
 
 
 class OnGPU:

@@ -7,6 +7,7 @@ matrices between the ranks of simulated groups. On ranks: drawn layouts against 
 import itertools
 import random
 import threading
+from dataclasses import replace
 
 import golden_worker
 import pytest
@@ -17,8 +18,10 @@ from ranks import results_of
 import trainer
 from base.errors import UserError
 from config import validation
-from config.schema import Training
-from costs import muon_terms
+from config.schema import Layout, Training
+from config.spelling import preset
+from costs import hardware, muon_terms
+from costs.job import Job
 from distributed.collectives import Group
 from optim import matrix_owners, muon
 from optim.matrix_owners import MatrixOwners, Placed, Section
@@ -94,6 +97,34 @@ def test_updates_are_those_of_torch_in_its_own_type(shape, rule):
         ours.update([gradient.flatten().clone()], 0.02)
     moved = (other.detach() - start).norm()
     assert (other.detach() - master.view(shape)).norm() <= 0.02 * moved
+
+
+@pytest.mark.parametrize(
+    ("given", "precision", "on_gpu", "dtype"),
+    [
+        ("auto", "bf16", True, "bf16"),
+        ("auto", "fp16", True, "bf16"),
+        ("auto", "fp32", True, "master"),  # who asks for fp32 gets it everywhere
+        ("auto", "fp64", True, "master"),
+        ("auto", "bf16", False, "master"),  # CPUs multiply bf16 more slowly
+        ("master", "bf16", True, "master"),
+        ("bf16", "fp32", False, "bf16"),
+    ],
+)
+def test_the_iteration_is_in_bf16_where_gpus_win_by_it(given, precision, on_gpu, dtype):
+    training = Training(optimizer="muon", muon_dtype=given, precision=precision)
+    assert training.newton_schulz_dtype(on_gpu) == dtype
+    if on_gpu:
+        job = Job(preset("1b3"), Layout(dp=8), training, hardware.load("h100-80"))
+        exact = job._replace(training=replace(training, muon_dtype="master"))
+        planned = muon_terms.newton_schulz_seconds(job)
+        ratio = muon_terms.newton_schulz_seconds(exact) / planned
+        assert (ratio > 5) == (dtype == "bf16")
+        return
+    master = drawn_matrix(4, 6, torch.float32).flatten()
+    rule = muon.Muon([master], training, 0.1, owners_of([((4, 6), Matrices())]))
+    name = "bfloat16" if dtype == "bf16" else "float32"
+    assert f"Newton-Schulz in {name}," in rule.kernel
 
 
 def test_decay_is_applied_once():

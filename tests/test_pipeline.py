@@ -79,7 +79,7 @@ class OneProcessMesh:
         self.pp, self.recorder = self.ends["F"], FlightRecorder()
         self.tp = type("Alone", (), {"rank": 0})()
 
-    def channel(self, kind, source, to):
+    def channel(self, kind):
         return self.ends[kind]
 
 
@@ -180,7 +180,7 @@ def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, mi
 
 def recording_pipeline(order, rank: int, mesh=None, shape=(1, WIDTH)) -> Pipeline:
     """A rank's pipeline of stages without matrices, over groups that only write messages down."""
-    mesh = mesh or StreamMesh(rank, len(order.ranks), FlightRecorder(), channels=False)
+    mesh = mesh or StreamMesh(rank, len(order.ranks), FlightRecorder())
     return pipeline_of(order, rank, mesh, lambda number, last, deferred: Passing(last), shape)
 
 
@@ -202,7 +202,6 @@ FORWARD = ["forward", "forward interleaved", "forward zb-v"]
 
 def streams(
     order,
-    channels: bool,
     steps: int = 2,
     loads: bool = False,
     connect: bool = True,
@@ -217,7 +216,7 @@ def streams(
     meshes, ones = [], torch.ones(1, WIDTH)
     for rank in range(len(order.ranks)):
         recorder = LoadingRecorder(every) if loads else FlightRecorder()
-        mesh = StreamMesh(rank, len(order.ranks), recorder, channels)
+        mesh = StreamMesh(rank, len(order.ranks), recorder)
         if loads:
             recorder.events = mesh.events
         pipeline = recording_pipeline(order, rank, mesh)
@@ -238,7 +237,7 @@ def test_no_stream_waits_for_ever_if_a_send_ends_only_with_its_receive(name):
         for micro_batches in (1, 2, 3, 8):
             order = make(name, ranks, micro_batches)
             with torch.set_grad_enabled(name not in FORWARD):
-                meshes = streams(order, channels=order.stages > ranks)
+                meshes = streams(order)
             assert stuck_streams(meshes) is None, (ranks, micro_batches)
             assert all(mesh.events for mesh in meshes)
 
@@ -250,7 +249,7 @@ def test_no_kernel_that_is_loaded_waits_for_a_message_that_waits_for_it(name):
         for micro_batches in (1, 2, 3, 8):
             order = make(name, ranks, micro_batches)
             with torch.set_grad_enabled(name not in FORWARD):
-                meshes = streams(order, channels=order.stages > ranks, loads=True)
+                meshes = streams(order, loads=True)
             assert stuck_streams(meshes) is None, (ranks, micro_batches)
 
 
@@ -262,7 +261,7 @@ def test_all_actions_may_wait_for_the_whole_device(name):
         for micro_batches in (1, 2, 3, 4, 5, 7, 8, 16):
             order = make(name, ranks, micro_batches)
             with torch.set_grad_enabled(name not in FORWARD):
-                meshes = streams(order, channels=order.stages > ranks, loads=True, every=True)
+                meshes = streams(order, loads=True, every=True)
             assert stuck_streams(meshes) is None, (ranks, micro_batches)
 
 
@@ -281,7 +280,7 @@ def test_so_they_may_with_more_stages_a_rank_and_a_split_backward(name, ranks, c
     if split and not order.split and name not in FORWARD:
         order = handmade.split(order, count)
     with torch.set_grad_enabled(name not in FORWARD):
-        meshes = streams(order, channels=order.stages > ranks, loads=True, every=True)
+        meshes = streams(order, loads=True, every=True)
     assert stuck_streams(meshes) is None
 
 
@@ -290,7 +289,7 @@ def test_two_neighbours_that_both_receive_ahead_would_wait_for_ever(name, monkey
     """In the steady state each receives what the other sends only after its next action."""
     first = orders.build(name, 4, 8, 2 if name == "interleaved" else 1)
     monkeypatch.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
-    meshes = streams(first, channels=first.stages > 4, loads=True, every=True)
+    meshes = streams(first, loads=True, every=True)
     assert stuck_streams(meshes).startswith("deadlock: rank")
 
 
@@ -314,10 +313,11 @@ def test_a_receive_started_ahead_of_what_sends_its_message_would_wait_for_ever(n
     """Why the schedule says which receives are started ahead."""
     monkeypatch.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
     order = make(name, 4, 1)
-    stuck = stuck_streams(streams(order, channels=order.stages > 4, loads=True))
+    stuck = stuck_streams(streams(order, loads=True))
     assert stuck is not None
     assert "receive" in stuck
-    assert stuck_streams(streams(order, channels=order.stages > 4)) is None, "no kernel is loaded"
+    if order.stages == 4:  # else a rank sends both ways in one group
+        assert stuck_streams(streams(order)) is None, "no kernel is loaded"
 
 
 def test_a_send_started_before_what_its_receiver_waits_for_would_wait_for_ever(monkeypatch):
@@ -325,15 +325,7 @@ def test_a_send_started_before_what_its_receiver_waits_for_would_wait_for_ever(m
     order = make("zb-v", 2, 3)
     at_once = {action: i + 1 for row in order.ranks for i, action in enumerate(row)}
     monkeypatch.setattr(schedule.Schedule, "sent_before", lambda order, action: at_once[action])
-    assert "send" in stuck_streams(streams(order, channels=True, loads=True))
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
-def test_one_stream_for_both_ways_would_do_too(name):
-    """All ranks start their messages in one order; before, each channel needed a group."""
-    for loads in (False, True):
-        order = make(name, 4, 8)
-        assert stuck_streams(streams(order, channels=False, loads=loads, every=True)) is None
+    assert "send" in stuck_streams(streams(order, loads=True))
 
 
 class Counting(torch.nn.Module):
@@ -359,7 +351,7 @@ def test_live_activations_are_as_many_as_the_schedule_says(name):
     order, ones = make(name, 3, 6), torch.ones(1, WIDTH)
     for rank in range(3):
         alive = Counter()
-        mesh = StreamMesh(rank, 3, FlightRecorder(), channels=False)
+        mesh = StreamMesh(rank, 3, FlightRecorder())
         pipeline = pipeline_of(order, rank, mesh, partial(Counting, alive))
         pipeline.run(order, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
         assert alive["most"] == order.peak[rank]

@@ -10,11 +10,15 @@ from uuid import UUID
 import pytest
 import torch
 import torch.distributed as dist
+from fake_context import FakeContext as AnyContext
+from golden_worker import options as golden_options
 from ranks import mpirun
 
 from base.errors import NodeError
+from config import validation
 from config.command_line import parse
 from distributed import preflight
+from distributed.mesh import mesh_of_run
 from distributed.placement import Place
 from distributed.preflight import Peers, checks_nodes
 from distributed.store import StoreExchange
@@ -49,6 +53,55 @@ def test_each_fault_is_named(tmp_path):
         for part in parts:
             assert part in said[fault], outcome.out + outcome.err
     assert "Error" not in said["nothing"]
+    assert "Error" not in said["with experts"]
+    done = said["groups with experts"].split("; ")
+    assert len(done) == len(set(done))
+    assert {"an all-to-all of (0, 1)", "an all-reduce of (0, 1)"} <= set(done)
+
+
+class WithHandles(AnyContext):
+    """A context whose groups of several ranks have process groups that do nothing."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.handles = []
+
+    def group(self, rows, role):
+        group = super().group(rows, role)
+        if group.size > 1:
+            group.handle = object()
+            self.handles.append(group.handle)
+        return group
+
+
+@pytest.mark.parametrize(
+    ("changes", "role"),
+    [
+        ({"tp": 2, "pp": 2, "schedule": "interleaved", "layers": 4}, "tp"),
+        ({"cp": 4, "heads": 2}, "kv"),
+        ({"cp": 2, "tp": 2, "zero": 1, "optimizer": "muon"}, "stage"),
+        ({"ep": 2, "experts": 4, "experts_per_token": 2}, "experts"),
+        ({"ep": 4, "experts": 4, "tp": 2, "experts_per_token": 2}, "expert_replicas"),
+        ({"ep": 8, "experts": 8, "experts_per_token": 8, "nodes": "aabbccdd"}, "experts_across"),
+        ({"ep": 8, "experts": 8, "experts_per_token": 8, "nodes": "aaaabbbb"}, "experts_within"),
+        ({"tp": 4, "heads": 8, "kv_heads": 2}, "kv_copies"),
+    ],
+)
+def test_every_group_is_tried_once_with_what_runs_over_it(changes, role):
+    """Else the first transfer over a broken rail is in step 1, and a hang."""
+    fields = dict(changes)
+    context = WithHandles(8)
+    context.nodes = list(fields.pop("nodes", "aaaaaaaa"))
+    config = validation.check(golden_options({"global_batch_size": 16} | fields), 8)
+    mesh = mesh_of_run(config, context)
+    tried = preflight.roles_to_try(mesh, config.training.optimizer)
+    found = [mesh.group(name).handle for name in tried]
+    assert role in tried
+    assert {id(handle) for handle in found} == {id(handle) for handle in context.handles}
+    assert len(found) == len(context.handles)
+    sends_to_all = {"heads", "experts", "experts_across", "experts_within", "stage"}
+    for name in tried:
+        assert (preflight.operation_of(name) == "an all-to-all") == (name in sends_to_all), name
 
 
 class FakeContext:

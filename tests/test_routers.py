@@ -102,10 +102,10 @@ def routed(kind: str, group: dist.ProcessGroup, balance: str = "none", z_rate: f
     )
     losses = {"none": "none", "seq_aux_loss": "sequence", "aux_loss": "global"}
     if balance == "aux_loss":  # the loads of this batch, in place of those of the step before
-        _, _, counts = ours(x, torch.arange(tokens), SAMPLES, [])
+        _, _, counts = ours(x, 0, SAMPLES, [])
         ours.load.data = counts.double() * EXPERTS / counts.sum()
     ours.balance = Penalty(losses[balance], 1.0, z_rate, 1 / tokens)
-    experts, weights, _ = ours(x, torch.arange(tokens), SAMPLES, [])
+    experts, weights, _ = ours(x, 0, SAMPLES, [])
     if balance != "none" or z_rate:
         (weights * 0).sum().backward()
     dense = torch.zeros(tokens, EXPERTS, dtype=torch.float64).scatter(1, experts, weights.detach())
