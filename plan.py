@@ -50,6 +50,7 @@ with errors.installed("planning needs no other, `pip install numpy`"):
         ladder,
         layout_questions,
         layout_table,
+        measured,
         model_questions,
         programs,
         questions,
@@ -79,8 +80,20 @@ class Kind(NamedTuple):
 GPUS = ("nodes", "gpus")
 BUDGET = ("gpu_hours", "days", "law", "tokens_per_parameter")
 PROGRAM = ("program", "fp8")  # with --for another program answers
+MEASURED = ("measured",)
 COSTS = ("price_per_gpu_hour", "watts_per_gpu")
-TABLE = (*GPUS, *PROGRAM, "top", "rejected", "risk", "picture", *COSTS, "launch", "sbatch")
+TABLE = (
+    *GPUS,
+    *PROGRAM,
+    *MEASURED,
+    "top",
+    "rejected",
+    "risk",
+    "picture",
+    *COSTS,
+    "launch",
+    "sbatch",
+)
 RAMP_UP = (*GPUS, "risk", "nodes_by_batch", "jobs", "submit")
 QUESTIONS = {
     "layouts": Kind(
@@ -97,20 +110,20 @@ QUESTIONS = {
     "days": Kind(
         duration_questions.days,
         "how long training takes",
-        (*GPUS, *PROGRAM, "tokens", "days", "risk", *COSTS),
+        (*GPUS, *PROGRAM, *MEASURED, "tokens", "days", "risk", *COSTS),
         tries=True,
     ),
     "budget": Kind(
         budget.budget,
         "the largest model worth training on some GPU hours, its tokens, layout and cost",
-        (*GPUS, *PROGRAM, *BUDGET, "risk", *COSTS, "write"),
+        (*GPUS, *PROGRAM, *MEASURED, *BUDGET, "risk", *COSTS, "write"),
         tries=True,
         example="llama-3-8b",
     ),
     "shapes": Kind(
         shapes.shapes,
         "shapes of a model near a size, by seconds per token, with reasons",
-        (*GPUS, *PROGRAM, *BUDGET, "size", "top", "risk"),
+        (*GPUS, *PROGRAM, *MEASURED, *BUDGET, "size", "top", "risk"),
         tries=True,
         example="llama-3-8b",
     ),
@@ -198,16 +211,24 @@ def ask(arguments: list[str]) -> Answer:
         machine = _machine(options.gpu)
         runs = [run_files.read(path, machine) for path in options.runs]
         return calibration.answer(calibration.fit(runs, machine), options.write)
-    found = QUESTIONS[name].answer(question_of(options, rest))
+    question = question_of(options, rest)
+    if options.measured:
+        corrected = _corrected(question, rest)
+        question = replace(question, machine=corrected.machine)
+    found = QUESTIONS[name].answer(question)
+    if options.measured:
+        text = "\n".join([found.text, *measured.lines(corrected)])
+        found = Answer(text, found.data | {"measured": measured.as_data(corrected)})
     if options.submit:
         return replace(found, text=f"{found.text}\n{_submitted(options.jobs)}")
     return found
 
 
-def question_of(options: Namespace, rest: list[str]) -> Question:
+def question_of(options: Namespace, rest: list[str], says: bool = True) -> Question:
     """Return the question of a command line, with its machine and the configuration of a run.
 
-    options: the planner's flags. rest: the words of train.py. Notes for the user go to stderr.
+    options: the planner's flags. rest: the words of train.py. says: whether notes for the user go
+    to stderr.
     """
     name = options.question
     kind = QUESTIONS[name]
@@ -219,7 +240,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
         lambda flag: [other for other, one in QUESTIONS.items() if flag in one.flags],
     )
     program = programs.of(options.program) if options.program else None
-    machine = _machine(options.gpu or "a100-80", options.calibration, program)
+    machine = _machine(options.gpu or "a100-80", options.calibration, program, says)
     notes = []
     if options.network:
         machine = hardware.with_network(machine, options.network.busbw)
@@ -273,22 +294,63 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
             raise UserError(f"{reason} (--for {program.name})")
         machine = program.on(machine, config.model, bool(options.fp8))
         notes += program.left_out(request.given)
-    for note in (*request.notes, *notes):
+    for note in (*request.notes, *notes) if says else ():
         print(f"note: {note}", file=sys.stderr)
     return Question(options, config, request.given, machine)
 
 
+def _corrected(question: Question, rest: list[str]) -> measured.Corrected:
+    """Return the question's machine, corrected by the runs of --measured.
+
+    rest: the words of train.py. A run of train.py has its own options and no other's. A stated one
+    has the question's machine, program, model and training options, where its own words do not say
+    otherwise. Raise UserError for a run that cannot be read.
+    """
+    options = question.options
+    machine = question.machine
+    if options.program:  # a folder is a run of train.py, on the same GPUs
+        plain = Namespace(**{**vars(options), "program": None, "fp8": None, "measured": None})
+        machine = question_of(plain, rest, says=False).machine
+    runs = []
+    for text in options.measured:
+        if run_files.is_source(text):
+            runs.append(run_files.read(text, machine))
+            continue
+        run = measured.stated(text)
+        own, words = parser("stages").parse_known_args(["stages", *run.words])
+        places = ("nodes", "gpus")
+        has_place = run.dp or any(getattr(own, name) for name in places)
+        taken = ("config", "model", "gpu", "gpus_per_node", "calibration", "network")
+        for name in (*taken, "program", "fp8", *(() if has_place else places)):
+            if getattr(own, name) is None:
+                setattr(own, name, getattr(options, name))
+        there = question_of(own, [*rest, *words], says=False)
+        if run.dp:
+            layout = there.config.layout
+            own.gpus = layout.tp * layout.pp * layout.cp * run.dp
+        try:
+            job = there.job()
+        except UserError as error:
+            raise UserError(f"--measured {text!r}: {error}") from None
+        runs.append(run_files.MeasuredRun(text, job, run.seconds, 1, 0.0))
+    has_experts = question.config.model.experts > 1
+    return measured.correct(question.machine, runs, measured.priors(), has_experts)
+
+
 def _machine(
-    name: str, calibration: str | None = None, program: Program | None = None
+    name: str,
+    calibration: str | None = None,
+    program: Program | None = None,
+    says: bool = True,
 ) -> hardware.Machine:
     """Return the machine of --gpu, and print its note for the user; raise UserError if unknown.
 
     calibration: the file of --calibration with measured rates, or None. program: that of --for, of
-    whose published runs the machine may have other rates.
+    whose published runs the machine may have other rates. says: whether to print the note.
     """
     load = program.machine if program else hardware.load
     machine = load(name, calibration)
-    if machine.note:
+    if machine.note and says:
         print(f"note: {machine.note}", file=sys.stderr)
     return machine
 

@@ -77,7 +77,7 @@ class Flag(NamedTuple):
 
     type: the type of its value, or a function that reads it; bool: a switch without a value. below:
     the value must be above 0 and below this number; None: any value. many: the flag takes
-    several values.
+    several values. repeated: the flag may be given several times, with a value each.
     """
 
     help: str
@@ -85,6 +85,7 @@ class Flag(NamedTuple):
     metavar: str | None = None
     below: float | None = None
     many: bool = False
+    repeated: bool = False
 
 
 SPELLED = {"program": "--for"}  # flags whose name in code is another one
@@ -101,6 +102,12 @@ FLAGS = {
         f"measured GB/s of a node, in place of the datasheet's; or {', '.join(networks.names())}",
         network,
         "GB/s",
+    ),
+    "measured": Flag(
+        "correct by a run: its folder, or 'tp 4 pp 2 mbs 1 = 5.31 s'; may be given several times",
+        str,
+        "RUN",
+        repeated=True,
     ),
     "top": Flag(f"lines to print (default {DEFAULT_TOP})", int, None, math.inf),
     "rejected": Flag("print every rejected layout", bool),
@@ -152,6 +159,8 @@ def add(parser: Parser, read: Collection[str]) -> None:
             kind = {"action": "store_true", "default": None}
         if flag.many:
             kind["nargs"] = "+"
+        if flag.repeated:
+            kind["action"] = "append"
         if name == "gpus":
             parser.add_gpus(text)
         else:
