@@ -196,6 +196,28 @@ def test_chunks_compute_what_the_recurrence_does(rule, length, cuts):
         assert_within((ours - theirs).abs().max().item() / scale, 1e-12)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rate", [0.1, 1.0, 16.0])
+@pytest.mark.parametrize("cuts", [None, [0, 3, 40, 63, 130]])
+def test_in_fp32_strong_decays_are_as_exact_as_weak_ones(rule, rate, cuts):
+    """What is small beside a sum over the chunk, such as a decay's gradient, keeps its digits."""
+    with torch.no_grad():
+        inputs = [x.float() for x in rule_inputs(150, rule)]
+        inputs[3] *= rate
+    offsets = None if cuts is None else offsets_of(cuts, 150)
+    weights = torch.randn(inputs[2].shape)
+
+    def computed(dtype: torch.dtype) -> list[torch.Tensor]:
+        own = [x.to(dtype).requires_grad_() for x in inputs]
+        every = own if RULES[rule][2] else [*own, None]
+        results, _ = linear_recurrence(*every, offsets, None, Group())
+        return [results.detach(), *torch.autograd.grad((results * weights).sum(), own)]
+
+    for found, expected in zip(computed(torch.float32), computed(torch.float64), strict=True):
+        scale = expected.abs().max().item()
+        assert_within((found - expected).abs().max().item() / scale, 1e-6)
+
+
 # ---- Documents and pieces ------------------------------------------------------------------------
 
 
