@@ -20,9 +20,10 @@ All of train.py's options are taken, a layout's (--zero 3) for half of the layou
     --cuda            on this machine's GPUs, in bf16 with its tolerances; not tried on several GPUs
     --json            the verdict as one object of JSON on stdout (docs/check.md), lines on stderr
 
-With --program or --module the other options are --layout, --layouts, --ranks, --minutes, --all,
---at-once, --cuda, --json and --set NAME=VALUE, which changes a name of the file. The file has
-layouts() and build(layout), or for a module inputs(batch): docs/check_other_programs.md.
+Under mpirun, srun or torchrun --program and --module use the ranks that were started. Their other
+options are --layout, --layouts, --ranks, --minutes, --all, --at-once, --cuda, --json and --set
+NAME=VALUE, which changes a name of the file. The file has layouts() and build(layout), or for a
+module inputs(batch): docs/check_other_programs.md.
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
@@ -70,6 +71,7 @@ with errors.installed():
     from config.command_line import SHAPE, Request, parse_request
     from config.schema import Layout, all_options
     from distributed import local_ranks
+    from distributed.launch import Launch, discover
     from distributed.placement import allowed_cores
     from tools.checker import scaling
     from tools.checker.layouts import some, with_given
@@ -106,9 +108,27 @@ def main(arguments: list[str]) -> int:
         from tools.checker.cluster import main as check_cluster  # for the ranks of a launcher
 
         return check_cluster(arguments)
+    launch = Launch("python")
+    try:
+        launch = discover()
+        return _check_here(arguments, launch)
+    except UserError:
+        # Rank 0 prints what all ranks find, and ends the job; a mistake of a rank's own comes late.
+        if launch.rank:
+            time.sleep(launch.exit_delay)
+        raise
+
+
+def _check_here(arguments: list[str], launch: Launch) -> int:
+    """Check the run of these arguments on this rank of a launch; a launch of one: on forks."""
     if scaling.is_asked(arguments):
         return scaling.main(arguments, _request)
     is_of_others = any(word.partition("=")[0] in ("--program", "--module") for word in arguments)
+    if launch.size > 1 and not is_of_others:
+        raise UserError(
+            f"{launch.launcher} has started {launch.size} ranks, and check.py starts its own: call "
+            f"it alone; --program, --module and --cluster use the ranks that are there"
+        )
     given, train_arguments = _parser(is_of_others).parse_known_args(arguments)
     of_train = {"--config", "--set", *(f"--{name.replace('_', '-')}" for name in all_options())}
     for word in train_arguments:  # what is nearly one of this program's options
@@ -118,7 +138,7 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"unknown argument {word!r}{near}")
     _check_options(given)
     if is_of_others and {"-h", "--help"}.isdisjoint(train_arguments):
-        return _check_program(given, train_arguments)
+        return _check_program(given, train_arguments, launch)
     has_model = bool({"model", "config"} & _named(train_arguments))
     if given.random and not has_model:  # what is drawn says the shape; its options may be a part
         request = _request(["--model", MODEL, *train_arguments])
@@ -212,7 +232,7 @@ def _at_once(given: Namespace) -> int:
     return given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
 
 
-def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
+def _check_program(given: Namespace, arguments: Sequence[str], launch: Launch) -> int:
     """Check the program or the module of a user's file; print the verdict, return the exit status.
 
     arguments: those that are none of this program's options, which must be none.
@@ -225,46 +245,9 @@ def _check_program(given: Namespace, arguments: Sequence[str]) -> int:
     changed = dict(_pair(text) for text in given.set or ())
     local_ranks.prepare()
     with errors.installed():
-        from tools.checker.modules import read_module
-        from tools.checker.program_engine import ProgramEngine
-        from tools.checker.programs import read_program
-        from tools.checker.session import Session
+        from tools.checker.program_check import check_program
 
-    if given.program:
-        program = read_program(Path(given.program), changed)
-    else:
-        program = read_module(given.module, changed)
-    ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
-    layouts = program.chosen(given.layout or (), ranks)[: given.layouts]
-    if not layouts:
-        raise LayoutError(f"{program.path.name} has no layout but one rank, on up to {ranks} ranks")
-    session = Session(given.json, given.all, given.minutes)
-    left_out = [x.name for x in program.layouts[1:] if x.ranks > ranks and not given.layout]
-    session.say(*_introduction(program.path.name, layouts, left_out, ranks))
-    with (
-        ProgramEngine(program, layouts, _at_once(given), on_gpus=given.cuda) as engine,
-        tempfile.TemporaryDirectory(prefix="trine-check-") as folder,
-    ):
-
-        def outcomes(may_begin: Callable[[], bool]) -> Iterator[Any]:
-            """Yield what comes of the layouts, and then of runs that load what another saved."""
-            yield from engine.run(may_begin)
-            if may_begin():
-                yield from engine.resume(Path(folder))
-
-        about = {"program": str(program.path)}
-        return session.judge(engine, outcomes, len(layouts), about, engine.notes)
-
-
-def _introduction(
-    name: str, layouts: Sequence[Any], left_out: Sequence[str], ranks: int
-) -> Iterator[str]:
-    """Yield the first lines of a check of another program."""
-    number = f"{len(layouts)} layouts" if len(layouts) > 1 else "1 layout"
-    most = max(layout.ranks for layout in layouts)
-    yield f"{name}: {number} of up to {most} ranks, each against one rank"
-    if left_out:
-        yield f"not run, of more than {ranks} ranks: {', '.join(left_out)}"
+    return check_program(given, changed, _at_once(given), launch)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -61,7 +61,9 @@ def _first_ephemeral_port() -> int:
 
 
 # Variables of launchers, which would make a process take itself for one of the launcher's ranks.
+# torchrun's say too that it has the store, where such ranks have one of their own.
 OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "SLURM_STEP_", "SLURM_PROCID", "PRTE_")
+TORCHRUNS = "TORCHELASTIC_"
 
 
 class RankPlace(NamedTuple):
@@ -79,9 +81,9 @@ class RankPlace(NamedTuple):
 def environment_of_rank(place: RankPlace, folder: str) -> dict[str, str]:
     """Return the environment of a process that is a rank of its own world, and not of a launcher.
 
-    The variables are torchrun's. folder: is put on the path of modules.
+    The variables are torchrun's. folder: is put on the path of modules; "": nothing is.
     """
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
+    kept = {n: v for n, v in os.environ.items() if not n.startswith((*OF_LAUNCHERS, TORCHRUNS))}
     node = place.nodes[place.rank]
     here = [rank for rank, other in enumerate(place.nodes) if other == node]
     values: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": len(place.nodes)}
@@ -90,5 +92,13 @@ def environment_of_rank(place: RankPlace, folder: str) -> dict[str, str]:
     values["TORCHELASTIC_RUN_ID"] = "none"
     if len(set(place.nodes)) == 1:
         values["GLOO_SOCKET_IFNAME"] = kept.get("GLOO_SOCKET_IFNAME", "lo")
-    values["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, kept.get("PYTHONPATH")]))
+    if folder:
+        values["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, kept.get("PYTHONPATH")]))
     return kept | {name: str(value) for name, value in values.items()}
+
+
+def become_rank_of(place: RankPlace) -> None:
+    """Be a rank of its own world in a fork of a launcher's rank; sets variables."""
+    values = environment_of_rank(place, "")
+    os.environ.clear()
+    os.environ.update(values)

@@ -20,7 +20,7 @@ from tools.checker.compare import Difference, Reference, Rounding, first_differe
 from tools.checker.engine import LONGER, SECONDS_OF_ONE, Outcome, difference_of
 from tools.checker.program_runs import Meeting, ProgramAnswer, ProgramRun, ProgramWorker
 from tools.checker.programs import Program, ProgramLayout
-from tools.checker.ranks import Failure, Worlds
+from tools.checker.ranks import Failure, Start, Worlds, fork_all
 from tools.checker.report import WIDTH
 from tools.checker.rounding import DRAWS
 
@@ -36,14 +36,15 @@ class ProgramEngine:
         layouts: Sequence[ProgramLayout],
         at_once: int = 2,
         seconds: float = 90.0,
-        on_gpus: bool = False,
+        meeting: Meeting | None = None,
+        start: Start = fork_all,
     ):
         """layouts: to run. at_once: runs at a time. seconds: a layout is taken to hang after it, or
-        after LONGER times the time of one rank.
+        after LONGER times the time of one rank. start, meeting: of the ranks of a run.
         """
         self.program, self.layouts, self.at_once, self.seconds = program, layouts, at_once, seconds
         self.began = time.monotonic()
-        self.meeting = Meeting(on_gpus)
+        self.meeting, self.start = meeting or Meeting(), start
         self.one: ProgramAnswer = ProgramAnswer()
         self.limit = seconds
         self.equal: list[ProgramLayout] = []  # layouts that have run and are one rank's
@@ -121,7 +122,7 @@ class ProgramEngine:
 
     def _worlds(self, worker: ProgramWorker, at_once: int, seconds: float) -> Worlds:
         """Return worlds whose ranks do one run each."""
-        return Worlds(worker, self.meeting, at_once, seconds, keeps=False)
+        return Worlds(worker, self.meeting, at_once, seconds, False, self.start)
 
     def run(self, may_begin: Callable[[], bool] = lambda: True) -> Iterator[Outcome]:
         """Yield the outcome of each layout as it ends. may_begin: see engine.Engine.run."""

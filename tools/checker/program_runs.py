@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from base.errors import ProgramError, UserError
 from distributed import local_ranks
+from distributed.local_ranks import RankPlace
 from tools.checker.compare import Reference, SeenPieces
 from tools.checker.cuts import Shard, place_of, shards_of, take_weights
 from tools.checker.program_recorder import ProgramRecorder, Types, flipping
@@ -76,16 +77,23 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Lets ranks meet. on_gpus: with NCCL, each on a GPU of its own."""
+    """Lets ranks meet. on_gpus: with NCCL, each on a GPU of its own.
+
+    nodes: of a launcher's ranks, the first of which are the run's; none: they are forks of one
+    process. address: of the first rank's node.
+    """
 
     on_gpus: bool = False
+    nodes: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
 
     def __call__(self, rank: int, size: int, port: int) -> Ranks:
         """Meet the other ranks; collective."""
-        local_ranks.become_rank(rank, size, port)
+        nodes = list(self.nodes[:size]) or ["this machine"] * size
+        local_ranks.become_rank_of(RankPlace(rank, nodes, self.address, port))
         torch.set_num_threads(1)
         if self.on_gpus:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(nodes[:rank].count(nodes[rank]))
         backend = "nccl" if self.on_gpus else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=MEETING)
         return Ranks(rank, size)

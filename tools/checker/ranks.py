@@ -1,4 +1,4 @@
-"""Worlds of ranks, forked from this process, that do one job after another.
+"""Worlds of ranks that do one job after another: forks of this process, or of a launcher's ranks.
 
     with Worlds(work, at_once=2) as worlds:
         for number, answer in worlds.answers([(4, job), (2, other), ...]):
@@ -52,27 +52,70 @@ class Failure:
     stacks: dict[int, str] = field(default_factory=dict)
 
 
+class Fork:
+    """A rank that this process has forked; what a World asks of it."""
+
+    def __init__(
+        self, pipe: Connection, work: Work, meet: Meet, rank: int, size: int, port: int, folder: str
+    ):
+        """Fork the rank, which gets the pipe. folder: for its stack if it hangs."""
+        arguments = (pipe, work, meet, rank, size, port, os.getpid(), folder)
+        self.process = FORK.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        self.path = os.path.join(folder, f"stack-{self.process.pid}")
+        pipe.close()
+
+    def write_stack(self) -> None:
+        """Have the rank write its stack, which `stack` returns a moment later."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+
+    def stack(self) -> list[str]:
+        """Return the lines of the rank's stack; none if it has ended."""
+        with contextlib.suppress(OSError), open(self.path) as file:
+            return file.read().splitlines()
+        return []
+
+    def status(self) -> int | None:
+        """Return the exit status; None while the rank runs."""
+        found: int | None = self.process.exitcode
+        return found
+
+    def kill(self) -> None:
+        """Kill the rank."""
+        self.process.kill()
+
+    def join(self) -> None:
+        """Wait until the rank has ended."""
+        self.process.join()
+
+
+# Starts the ranks of a world: their number, what they do, how they meet, a folder for stacks. It
+# returns the pipe to each rank and the rank, which has the methods of a Fork.
+Start = Callable[[int, Work, Meet, str], tuple[list[Connection], list[Any]]]
+
+
+def fork_all(size: int, work: Work, meet: Meet, folder: str) -> tuple[list[Connection], list[Fork]]:
+    """Fork all ranks of a world from this process."""
+    port = local_ranks.free_port()
+    pipes, forks = [], []
+    for rank in range(size):
+        ours, theirs = FORK.Pipe()
+        forks.append(Fork(theirs, work, meet, rank, size, port, folder))
+        pipes.append(ours)
+    return pipes, forks
+
+
 class World:
     """Ranks that have met, and the pipe to each of them."""
 
-    def __init__(self, size: int, work: Work, meet: Meet, folder: str):
-        """Fork the ranks. folder: for the stacks of ranks that hang."""
+    def __init__(self, size: int, work: Work, meet: Meet, folder: str, start: Start = fork_all):
+        """Start the ranks. folder: for the stacks of ranks that hang."""
         self.size = size
-        self.folder = folder
         self.began = 0.0  # when the running job began
         self.number = -1  # the running job's number
         self.answers: dict[int, Any] = {}  # of the running job, by rank
-        self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
-        port = local_ranks.free_port()
-        for rank in range(size):
-            ours, theirs = FORK.Pipe()
-            arguments = (theirs, work, meet, rank, size, port, os.getpid(), folder)
-            process = FORK.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.pipes, self.ranks = start(size, work, meet, folder)
 
     def begin(self, number: int, job: Any) -> None:
         """Give a job to every rank."""
@@ -86,22 +129,19 @@ class World:
         found = {}
         silent = [rank for rank in range(self.size) if rank not in self.answers]
         for rank in silent:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            self.ranks[rank].write_stack()
         time.sleep(0.3)
         for rank in silent:
-            path = os.path.join(self.folder, f"stack-{self.processes[rank].pid}")
-            with contextlib.suppress(OSError):
-                lines = open(path).read().splitlines()  # noqa: SIM115
+            if lines := self.ranks[rank].stack():
                 found[rank] = next((x.strip() for x in lines if _is_of_step(x)), "")
         return found
 
     def end(self) -> None:
         """Kill the ranks."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
         for pipe in self.pipes:
             pipe.close()
 
@@ -168,12 +208,14 @@ class Worlds:
         at_once: int = 2,
         seconds: float = 90.0,
         keeps: bool = True,
+        start: Start = fork_all,
     ):
         """work: see the top of the file. seconds: the limit of a job.
 
         run: device and backend, or a function of rank, size and port with which ranks meet. keeps:
-        whether a world does several jobs, which not every program allows.
+        whether a world does several jobs, which not every program allows. start: starts its ranks.
         """
+        self.start = start
         self.work, self.at_once, self.seconds, self.keeps = work, at_once, seconds, keeps
         self.meet = partial(_meet, run) if isinstance(run, Run) else run
         self.idle: list[World] = []
@@ -214,7 +256,7 @@ class Worlds:
             if world.size == size:
                 self.idle.remove(world)
                 return world
-        return World(size, self.work, self.meet, self.folder.name)
+        return World(size, self.work, self.meet, self.folder.name, self.start)
 
     def _ended(self) -> Iterator[tuple[int, list[Any] | Failure]]:
         """Wait for answers; yield those of the worlds whose job has ended."""
@@ -230,7 +272,7 @@ class Worlds:
             try:
                 world.answers[rank] = pipe.recv()
             except (EOFError, OSError):
-                status = world.processes[rank].exitcode
+                status = world.ranks[rank].status()
                 world.answers[rank] = Failure("ended", [rank], f"rank {rank} ended ({status})")
         for world in list(self.busy):
             failed = [x for x in world.answers.values() if isinstance(x, Failure)]
