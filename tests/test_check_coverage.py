@@ -23,7 +23,9 @@ from optim.precision import DTYPES
 from tools.checker import inference
 from tools.checker.compare import Reference
 from tools.checker.corpora import write_corpora
+from tools.checker.engine import INFERRED, inferring
 from tools.checker.layouts import AXES, cover, name_of, not_covered, ranks_of
+from tools.checker.recorder import AFTER
 from tools.checker.runs import CheckedRun, Worker
 from tools.checker.shrink import shrink, unsaid
 from tools.checker.thresholds import wide_types
@@ -92,8 +94,14 @@ def test_a_16_bit_run_is_one_ranks_in_fp64_but_for_the_rounding_of_fp32(tmp_path
     (fp16, *_) = plan_of(small, user, 4).others
     answer = Worker({"": reference})(context, CheckedRun(fp16.config))
     offs = answer.seen.offs
-    assert 1e-9 < max(offs.values()) < reference.in_precision(fp16.config).tolerance
+    of_types = reference.in_precision(fp16.config)
+    assert 1e-9 < max(offs.values()) < of_types.tolerance
     assert len(offs) > 1000
+    drawn = [key for key in offs if key[0] == 0]
+    assert {kind for _, kind, _ in drawn} >= {"exp_avg", AFTER}
+    # Masters that begin at weights of 16 bits are a millionth off, and not a thousandth.
+    assert [key for key in drawn if of_types.differs(key, offs[key])] == []
+    assert [key for key in drawn if not of_types.differs(key, 1e-8)] == []
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------
@@ -121,6 +129,13 @@ def test_a_group_of_three_or_four_ranks_gathers_keys(tmp_path, words):
         if layout.tp == 1
     }
     assert groups & {3, 4}
+
+
+def test_a_segment_of_four_ranks_is_shorter_than_a_convolution_looks_back(tmp_path):
+    made = plan(tmp_path, f"{LLAMA} --set mixer=gated_delta_net mixer_blocks=3:1")
+    model = made.small.model
+    segment = model.seq_length // (2 * max(layout.cp for layout in made.layouts))
+    assert 0 < segment < model.mixer_kernel - 1
 
 
 def test_tensor_ranks_that_do_not_divide_the_tokens_are_in_some_layout(tmp_path):
@@ -192,6 +207,20 @@ def test_few_layouts_are_saved_in_parts_too(tmp_path, count):
 
 
 # ---- Texts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [GPT, f"{GPT} --experts 8"], ids=["gpt", "moe"])
+def test_texts_are_decoded_with_each_size_of_an_axis_and_each_place_of_the_last_stage(
+    tmp_path, words
+):
+    layouts = plan(tmp_path, words).layouts
+    found = inferring(layouts)
+    assert found[:INFERRED] == layouts[:INFERRED]
+    for axis in (*AXES, "ep"):
+        sizes = [{getattr(layout, axis) for layout in some} for some in (found, layouts)]
+        assert sizes[0] == sizes[1], axis
+    assert {"interleaved", "zb-v"} <= {layout.schedule for layout in found}
+    assert len(found) < len(layouts) / 3
 
 
 def test_a_text_whose_score_is_not_how_it_was_decoded_is_wrong(tmp_path, monkeypatch):

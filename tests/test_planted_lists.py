@@ -4,9 +4,9 @@ import ast
 
 import pytest
 
-from benchmarks.faults.check_faults import FAULTS, PUBLIC, ROOT, edits, faults_of
+from benchmarks.faults.check_faults import BLIND, FAULTS, PUBLIC, ROOT, edits, faults_of
 
-LISTS = {"check": [FAULTS], "public": [FAULTS, PUBLIC]}
+LISTS = {"check": [FAULTS], "public": [FAULTS, PUBLIC], "blind": [FAULTS, BLIND]}
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -1,7 +1,7 @@
 """Plants faults into copies of the code, and asks check.py, called as a user calls it.
 
     python benchmarks/faults/check_faults.py --keep RESULTS.jsonl [--minutes 60] [--only WORD]
-        [--public | --rule lion | --optimizer muon]
+        [--public | --blind | --rule lion | --optimizer muon]
 
 check_faults.toml has the faults: searches and replacements in one file, the options of a run that
 uses the faulty code, and what check.py must print. A fault is found if check.py ends with status 1.
@@ -9,8 +9,9 @@ Its tensor is named if the line of the first tensor matches, and its operation i
 operations between that tensor and the last equal one, or of the likely cause, match.
 
 With --public the faults are those of public/faults.toml: errors of other programs that public
-threads describe, planted by their kind. With --rule the copies have an update rule of
-check_rules.toml too, with --optimizer every run has that one; such results are for the screen.
+threads describe, planted by their kind; with --blind those of blind_faults.toml. With --rule the
+copies have an update rule of check_rules.toml too, with --optimizer every run has that one; the
+results of these two are for the screen.
 
 Results are kept in RESULTS.jsonl, so that the list can be run in parts. Each part writes a results
 file, check.md or with --public public_errors.md, unless --only, --rule or --optimizer is given.
@@ -39,6 +40,7 @@ from benchmarks.results_file import add_options, from_options, machine
 FAULTS = Path(__file__).with_suffix(".toml")
 RULES = FAULTS.with_name("check_rules.toml")
 PUBLIC = FAULTS.parent / "public" / "faults.toml"
+BLIND = FAULTS.with_name("blind_faults.toml")
 RESULTS = ROOT / "benchmarks" / "results" / "check.md"
 PUBLIC_RESULTS = RESULTS.with_name("public_errors.md")
 NEEDLESS = ("tests/", "benchmarks/", "docs/", "scripts/", ".")  # what a run does not read
@@ -254,19 +256,21 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--only", default="", help="faults whose name has this word")
     parser.add_argument("--public", action="store_true", help="the errors of public/faults.toml")
+    parser.add_argument("--blind", action="store_true", help="the sixty of blind_faults.toml")
     parser.add_argument("--at-once", type=int, default=1, help="calls at a time")
     parser.add_argument("--rule", default="", choices=["", *tomllib.loads(RULES.read_text())])
     parser.add_argument("--optimizer", default="", help="of every run")
     given = parser.parse_args()
     keep = from_options(given)
-    faults, runs = faults_of([FAULTS, PUBLIC] if given.public else [FAULTS])
+    further = PUBLIC if given.public else BLIND if given.blind else None
+    faults, runs = faults_of([FAULTS, further] if further else [FAULTS])
     known = {row["name"] for row in keep.rows()}
     left = [f for f in faults if f["name"] not in known and given.only in f["name"]]
     if given.optimizer:
         more = f" --optimizer {given.optimizer}"
         left = [f | {"options": f.get("options", "") + more} for f in left]
     keep.run(partial(asked, runs, rule=given.rule), left, given.at_once)
-    if given.rule or given.optimizer or given.only:
+    if given.rule or given.optimizer or given.only or given.blind:
         return
     results, text = (PUBLIC_RESULTS, public_report) if given.public else (RESULTS, report)
     results.write_text(text(faults, keep.rows()))

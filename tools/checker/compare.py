@@ -26,6 +26,7 @@ from tools.checker.recorder import AFTER, GRADIENT, IN_USE, Key, Piece
 from tools.checker.thresholds import has_wide_types
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
+DRAWN = 0  # the step of the state that is drawn, which no arithmetic of a run has touched
 # How much larger the rounding of a layout may be than the largest of the draws that were measured:
 # a sum over several ranks rounds more than once.
 TIMES = 100
@@ -113,8 +114,8 @@ class Reference:
 
     tensors: by key. Activations are (s, samples, ...), parameters flat. order: the keys. aliases:
     see recorder. tolerance: the largest difference of an equal tensor that rounding does not move.
-    rounding: what was measured of it. calls: by key, of tensors whose pieces are found by their
-    values, those of each call of the module.
+    of_drawn: that of the state before the first step. rounding: what was measured of it. calls: by
+    key, of tensors whose pieces are found by their values, those of each call of the module.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Reference:
         self.aliases = aliases
         self.of_program = of_program
         self.tolerance = (TOLERANCES_OF_PROGRAMS if of_program else TOLERANCES)[precision]
+        self.of_drawn = self.tolerance
         self.rounding = rounding or Rounding()
         groups: dict[Key, list[Piece]] = {}
         for piece in pieces:
@@ -151,7 +153,11 @@ class Reference:
             self.largest[kind] = max(self.largest.get(kind, 0.0), self.scales[key])
 
     def in_precision(self, config: Config) -> "Reference":
-        """Return this for a run whose types are others than one rank's: with their tolerance."""
+        """Return this for a run whose types are others than one rank's: with their tolerance.
+
+        Masters are drawn in the type of one rank's weights: before the first step nothing is
+        rounded.
+        """
         if not has_wide_types(config):
             return self
         other = copy.copy(self)
@@ -169,7 +175,8 @@ class Reference:
 
     def allowed(self, key: Key) -> float:
         """Return the largest difference of a tensor that rounding explains."""
-        return max(self.tolerance, TIMES * self.rounding.growth.get(key, 0.0))
+        tolerance = self.of_drawn if key[0] == DRAWN else self.tolerance
+        return max(tolerance, TIMES * self.rounding.growth.get(key, 0.0))
 
     def differs(self, key: Key, off: float) -> bool:
         """Return whether a tensor is off by more than rounding explains; infinity always is."""

@@ -18,16 +18,17 @@ from typing import Any
 
 from base.errors import ProgramError
 from config.schema import Config, Layout
+from schedules.partition import placement
 from tools.checker.compare import LOADS, Difference, Reference, first_difference, relative
 from tools.checker.corpora import write_corpora
-from tools.checker.layouts import AnyLayout, ranks_of
+from tools.checker.layouts import AnyLayout, axes_of, ranks_of
 from tools.checker.ranks import Failure, Worlds
 from tools.checker.runs import CheckedRun, RunAnswer, Worker
 from tools.checker.thresholds import has_wide_types
 from tools.checker.variants import Variant
 
 SECONDS_OF_ONE = 1800.0  # one rank waits for nobody; a busy machine may take long
-INFERRED = 8  # layouts, the simplest, in which texts are also decoded and scored
+INFERRED = 8  # layouts, the simplest, in which texts are also decoded and scored; see `inferring`
 LONGER = 10  # ranks share cores that one rank had alone
 
 
@@ -86,6 +87,27 @@ def _others(
             break
     for sentence in [x for answer in answers for x in answer.unequal][:1]:
         yield f"replicas: {sentence}"
+
+
+def inferring(layouts: Sequence[Layout]) -> list[Layout]:
+    """Return the layouts in which texts are decoded and scored: the simplest ones, and then each
+    that is the first with a size of an axis, or with several stages on a rank in an order.
+
+    A decoded token comes from the rank with the last stage, and is chosen among the columns of all
+    tensor ranks; scored texts are divided among the replicas.
+    """
+
+    def settings(layout: Layout) -> set[tuple[str, Any]]:
+        is_last = placement(layout)[-1] == layout.pp - 1  # whether its rank has the last stage
+        return {*axes_of(layout).items(), ("stages", (layout.stages_per_rank, is_last))}
+
+    found = list(layouts[:INFERRED])
+    met = set().union(*map(settings, found))
+    for layout in layouts[INFERRED:]:
+        if not settings(layout) <= met:
+            found.append(layout)
+            met |= settings(layout)
+    return found
 
 
 class Engine:
@@ -208,9 +230,10 @@ class Engine:
         pairs[INFERRED:INFERRED] = others  # before the layouts that have several options
         if any(layout.zero == 3 for layout, _ in pairs):
             import torch._dynamo  # noqa: F401 - as in `begin`: the first FSDP of a rank needs it
+        infer = inferring(layouts)
         jobs = []
-        for number, (layout, variant) in enumerate(pairs):
-            infers = variant is None and number < INFERRED
+        for layout, variant in pairs:
+            infers = variant is None and layout in infer
             jobs.append((ranks_of(layout), self._job(layout, 0, variant, infers)))
         for number, answers in worlds.answers(jobs, may_begin):
             layout, variant = pairs[number]

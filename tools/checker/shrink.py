@@ -33,6 +33,8 @@ BATCH = 12  # samples in a step: dp 1 to 4, and micro-batches of 1 to 3
 # third an update with moments; later ones do nothing that is new.
 STEPS = 3
 WINDOW = 5
+# Taps of a convolution: it looks back further than a segment of cp 4 is long, which has 3 tokens.
+TAPS = LENGTH // 8 + 2
 LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 
 
@@ -81,6 +83,7 @@ def _lines(config: Config, small: Config) -> list[str]:
     )
     names += ("experts", "experts_per_token", "window", "kv_lora_rank", "mixer_blocks")
     names += ("mixer_key_heads", "mixer_value_heads", "mixer_key_size", "mixer_value_size")
+    names += ("mixer_kernel",)
     changed = []
     for name in names:
         was, now = getattr(config.model, name), getattr(small.model, name)
@@ -240,6 +243,7 @@ def _mixer(model: ModelShape, layers: int, heads: int) -> dict[str, Any]:
         "hybrid_pattern": "none" if model.hybrid_pattern == "none" else parts,
         "mixer_key_heads": heads,
         "mixer_value_heads": values,
+        "mixer_kernel": max(model.mixer_kernel, TAPS) if model.mixer_kernel > 1 else 1,
         "mixer_key_size": 4 if model.mixer_key_size == model.mixer_value_size else 6,
         "mixer_value_size": 4,
     }
