@@ -12,11 +12,12 @@ BUCKETS, LEAST_BUCKET = 8, 2**20
 # The most elements of whole matrices that a rank gets in one round of Muon's exchange, unless a
 # single matrix has more (optim/matrix_owners.py): 67 MB in FP32, enough to use the links.
 ROUND_ELEMENTS = 2**24
-# The number of logits that the loss holds in fp32 at a time. On a GPU they take 268 MB: with fewer,
-# launches take longer than the memory's traffic does. (2^22 of them stay in the L2 cache, and make
-# a step 0.7 to 3.5 % slower: benchmarks/results/gpu-h200.md.) On a CPU they take 0.5 MB, which stay
-# in the L2 cache of a core between kernels.
-LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**17}
+# The number of logits that the loss holds in fp32 at a time. On a CPU they take 0.5 MB, which stay
+# in the L2 cache of a core between kernels, on a GPU 17 MB, which stay in its L2 cache. From Hopper
+# on kernels of so few numbers end before the host has launched the next one, so there they take 268
+# MB: a step is 0.7 to 3.5 % faster on an H200 (benchmarks/results/gpu-h200.md). An A100 has a third
+# of its bandwidth and the same host; the larger slices were not measured there.
+LOGITS_AT_ONCE = {"cuda": 2**22, "cuda from 9.0": 2**26, "cpu": 2**17}
 
 
 def bucket_elements(held: float, most: int = BUCKET_ELEMENTS, least: int | None = None) -> int:

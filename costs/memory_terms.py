@@ -637,7 +637,7 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     not_gathered = np.where(job.zero == 3, 2 * size * job.parameters_here, 0.0)
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
-    chunk_in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
+    chunk_in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda from 9.0"])  # or fewer
     kept = size * logits
     if job.training.z_loss:
         kept = kept + 4.0 * job.tokens  # each token's log Z, in fp32

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from config.buffer_sizes import LOGITS_AT_ONCE
+from distributed import gpus
 from distributed.collectives import Group
 from parallel import ParamFactory, ParamSpec, compile_kernel, exact_dtype
 
@@ -213,10 +214,16 @@ def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tens
     if fused:
         compile_kernel(function)(logits, *others)
         return
-    rows = max(1, LOGITS_AT_ONCE[logits.device.type] // logits[0].numel())
+    rows = max(1, _logits_at_once(logits.device) // logits[0].numel())
     slices = [tensor.split(rows) for tensor in (logits, *others)]
     for slices_of_rows in zip(*slices):
         function(*slices_of_rows)
+
+
+def _logits_at_once(device: torch.device) -> int:
+    """Return the number of logits of a slice on this device: see LOGITS_AT_ONCE."""
+    is_fast = device.type == "cuda" and gpus.nvidia_capability(device) >= (9, 0)
+    return LOGITS_AT_ONCE["cuda from 9.0" if is_fast else device.type]
 
 
 def _exponentiate(logits: Tensor, largest: Tensor, total: Tensor) -> None:

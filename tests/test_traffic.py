@@ -53,7 +53,7 @@ def test_the_loss_reads_and_writes_the_logits_a_few_times(monkeypatch):
     two or three times, and the gradient's 2 bytes. In slices that stay in the cache it would be 8
     bytes a number, but 852 more launches.
     """
-    monkeypatch.setitem(LOGITS_AT_ONCE, "meta", LOGITS_AT_ONCE["cuda"])
+    monkeypatch.setitem(LOGITS_AT_ONCE, "meta", LOGITS_AT_ONCE["cuda from 9.0"])
     words, spec = 151936, ParamSpec("w", (151936, 1), 0, 0, 151936, True)
     logits = torch.empty(4096, 1, words, dtype=torch.bfloat16, device=META, requires_grad=True)
     labels = torch.empty(4096, 1, dtype=torch.int64, device=META)

@@ -41,7 +41,7 @@ SMALL: dict[tuple[ModuleType, str], Any] = {
     (collectives, "EXCHANGE_BYTES"): 2**14,
     (linear_recurrence, "BLOCK"): 3,
     (linear_recurrence, "CHUNK"): 5,
-    (loss, "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000},
+    (loss, "LOGITS_AT_ONCE"): {"cpu": 1000, "cuda": 1000, "cuda from 9.0": 1000},
     (loss_scale, "LOSS_SCALE"): LOSS_SCALE._replace(loss_scale_window=1),
     (muon, "ROUND_ELEMENTS"): 4000,
     (parallel, "DRAWN_ON_CPU"): 1000,
