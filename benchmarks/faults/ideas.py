@@ -28,7 +28,7 @@ from benchmarks.results_file import head, main_in_parts
 IDEAS = ROOT / "examples" / "ideas"
 WRONG = tomllib.loads((IDEAS / "wrong.toml").read_text())
 RESULTS = ROOT / "benchmarks" / "results" / "ideas.md"
-CHECK_MINUTES = 2  # after which check.py begins no layout
+CHECK_MINUTES = 1  # after which check.py begins no layout
 LIMIT = 900.0  # seconds of a call
 
 
