@@ -82,8 +82,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     )
     lines += [
         f"Kept: {kept} of {len(right)} right ones. Dropped: {dropped} of {len(wrong)} wrong ones. A"
-        " call is `check.py --json --minutes 1` with the idea's options (2 where a row has more than"
-        " 130 s); what it"
+        " call is `check.py --json --minutes 1` with the idea's options, or 2 where a row has"
+        " more than 130 s; what it"
         " reads of the answer is `status`. The wrong versions were written before the calls, by the"
         " author of the patches, who knows check.py.",
         "",
