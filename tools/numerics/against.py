@@ -29,8 +29,10 @@ from tools.numerics.record import Record, differing, options, read_steps
 T = 4.0  # of a normal variable once in 16,000
 TENTHS = 10
 TOKENIZER = ".json"  # in the checksums of a recipe
-# Between one step and the next, rounding grows by less than this: else the losses have jumped.
+# From the largest difference of the steps before to the next one, rounding grows by less than JUMP:
+# else the losses have jumped.
 JUMP = 10.0
+BEFORE = 10  # steps
 # Options of a run that change its losses by rounding alone; those of the layout do too.
 ROUNDING = {"precision", "grad_dtype", "muon_dtype", "loss_scale", "device", "backend", "compile"}
 ROUNDING |= {"deterministic", *(field.name for field in fields(GROUPS["layout"]))}
@@ -170,11 +172,19 @@ def _compare_steps(known: Record, record: Record, other_corpus: str | None) -> d
 
 
 def _jumps(known: Record, record: Record, first: dict[str, Any]) -> bool:
-    """Return whether the losses were much closer a step before the first that differs."""
+    """Return whether the runs were much closer in all steps before the first that differs.
+
+    One step alone may be close by chance, where the losses or norms of the two cross.
+    """
     rows = [{row["iteration"]: row for row in each.steps} for each in (known, record)]
-    a, b = (of_run.get(first["step"] - 1, {}).get(first["of"], math.nan) for of_run in rows)
-    off = abs(a - b) / max(abs(a), 1e-30)  # NaN without such a step, and then they have jumped
-    return not first["relative"] < JUMP * off
+    name = first["of"] if first["of"] in ("loss", "grad_norm") else "loss"  # of an evaluation
+    offs = []
+    for step in range(first["step"] - BEFORE, first["step"]):
+        a, b = (of_run.get(step, {}).get(name) for of_run in rows)
+        if a is not None and b is not None:
+            offs.append(abs(a - b) / max(abs(a), 1e-30))
+    # NaN without such a step, and then they have jumped.
+    return not first["relative"] < JUMP * max(offs, default=math.nan)
 
 
 def _outside(known: list[Record], record: Record) -> list[dict[str, Any]]:
