@@ -377,6 +377,9 @@ def block_activations(job: Job, scores: Column) -> Column:
     numbers = numbers + f * model.up_matrices / t  # the activation's input
     numbers = numbers + f / t  # the activation's result
     numbers = numbers + normed_width(model) / t  # inputs of the norms of queries and keys
+    if model.qk_norm == "full":  # over heads of several ranks: kept in FP32 too, and scaled
+        copies = 1 + (4 / job.number_bytes if job.number_bytes < 4 else 0)
+        numbers = numbers + np.where(np.greater(t, 1), copies * normed_width(model) / t, 0.0)
     if model.up_matrices == 2:
         numbers = numbers + f / t  # the gate's result (SiLU), which is a kernel of its own in torch
     if experts > 1:

@@ -183,10 +183,10 @@ def exchange_bytes(job: Job, blocks: Column) -> Column:
     dense = blocks * job.block_parameters / layout.tp - experts
     of_experts = _sides(job, _expert_matrices)
     others = _sides(job, partial(_matrices_beside_experts, mode=job.training.muon_qkv))
-    found = _bytes_of_set(job, dense, job.shards, others)
+    found = _bytes_of_set(job, dense, job.shards, layout.tp, others)
     if of_experts:
         replicas = np.maximum(1, job.shards * layout.tp // job.ep)
-        found = np.maximum(found, _bytes_of_set(job, experts, replicas, of_experts))
+        found = np.maximum(found, _bytes_of_set(job, experts, replicas, 1, of_experts))
     return found
 
 
@@ -202,18 +202,22 @@ def _sides(
 
 
 def _bytes_of_set(
-    job: Job, local: Column, replicas: Column, sides: list[tuple[int, int]]
+    job: Job,
+    local: Column,
+    replicas: Column,
+    tensor_ranks: Column,
+    sides: list[tuple[int, int]],
 ) -> Column:
     """Return the bytes of the exchange and the iteration of matrices that are updated together.
 
-    local: a rank's elements of them. replicas: the ranks that hold the same ones. sides: of each
-    kind the smaller and the larger one.
+    local: a rank's elements of them. replicas: the ranks that hold the same ones. tensor_ranks:
+    those that cut a matrix. sides: of each kind the smaller and the larger one.
 
     A rank gets its matrices in rounds of at most ROUND_ELEMENTS, or one matrix, the largest first.
     While it updates those of a round, the iteration holds them twice more, in its own type, and two
     products of their smaller sides; a message of the next round goes out and one comes in; and the
-    round before returns in two messages. Without ZeRO all that returns goes to each rank. Gradients
-    hold the updates, so these take no memory.
+    round before returns in two messages, with a copy of columns if tensor ranks cut them. Without
+    ZeRO all that returns goes to each rank. Gradients hold the updates, so these take no memory.
     """
     share = local / replicas
     small, large = max(sides, key=lambda side: newton_schulz_flops(*side))
@@ -228,4 +232,5 @@ def _bytes_of_set(
     returned = 2 * np.minimum(local, own * copies) * MATRIX_BYTES
     following = 2 * np.minimum(held, (share - own) * MATRIX_BYTES)
     before = np.where(rounds > 2, returned, 0.0)
-    return held + following + np.maximum(before + iteration, returned)
+    columns = np.where(np.greater(tensor_ranks, 1), held, 0.0)
+    return held + following + np.maximum(before + iteration, returned + columns)

@@ -52,8 +52,8 @@ COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's timeout; the watchdog reports
 # priority: if another product is ready at the same time, NCCL's kernel gets its SMs first and runs
 # beside that product. Megatron-LM offers the same as --high-priority-stream-groups.
 HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
-# The most SMs (NCCL: CTAs) that an operation of a group takes, by the group's role or the first
-# word of it; for other roles NCCL chooses. SMs that NCCL takes do not compute.
+# The most SMs (NCCL: CTAs) that an operation of a group takes, by the group's role;
+# for other roles NCCL chooses. SMs that NCCL takes do not compute.
 # Messages (forward, backward): the kernel of a message runs from its start until the other rank
 # has joined, and messages of both groups run at once: one that finds no free SM would never begin.
 # Four CTAs move about 80 GB/s, more than a network link.
@@ -374,9 +374,9 @@ def _nccl_options(role: str) -> Any:
 def most_ctas(role: str) -> int | None:
     """Return the most SMs that an operation of a group takes, or None if NCCL chooses.
 
-    role: the group's role, such as `dp`, or a role and a direction, such as `forward up`.
+    role: the group's role, such as `dp`.
     """
-    return MOST_CTAS.get(role) or MOST_CTAS.get(role.partition(" ")[0])
+    return MOST_CTAS.get(role)
 
 
 # ---- Start-up ------------------------------------------------------------------------------------

@@ -423,6 +423,11 @@ def attend_own_heads(
     return attend(q, k, v, mask, mesh.kv)
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of x, (..., n) or (..., heads, d), by one kernel."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x, (..., n), whose scale is 1 + weight, in fp32 at least; as Gemma."""
     exact = exact_dtype(x.dtype)
@@ -460,10 +465,11 @@ class QueryKeyNorm(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return the normalised q and k, in their shapes (s, b, heads, d)."""
         pairs = [(q, self.q), (k, self.k)]
-        if not self.full and self.plus_one:
-            return [rms_norm_plus_one(x, weight, self.eps) for x, weight in pairs]
-        if not self.full:  # each head is normalised by itself
-            return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
+        if not self.full or self.tp.size == 1:  # each head by itself, or all on this rank
+            norm = rms_norm_plus_one if self.plus_one else _rms_norm
+            if self.full:  # --zero 3 gathers weights with their first dimensions joined
+                pairs = [(x, weight.view(x.shape[2:])) for x, weight in pairs]
+            return [norm(x, weight, self.eps) for x, weight in pairs]
         exact = exact_dtype(q.dtype)
         # (2, s, b): q's and k's mean squares, of this rank's heads; then the mean of all ranks.
         means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])

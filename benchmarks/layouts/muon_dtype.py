@@ -23,8 +23,8 @@ from base.paths import check_folder
 
 SEEDS = (1, 2, 3)
 DTYPES = {"fp32": "master", "bf16": "bf16"}
-STEPS = 240
-SHOWN = (20, 60, 120, 180, 240)
+STEPS = 120
+SHOWN = (20, 40, 60, 90, 120)
 LOOKED_AT = (1, STEPS // 2, STEPS)
 SCRIPTS = (
     "make_stories.py --out {data}/stories.jsonl",
