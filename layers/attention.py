@@ -464,7 +464,7 @@ class QueryKeyNorm(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return the normalised q and k, in their shapes (s, b, heads, d)."""
-        pairs = [(q, self.q), (k, self.k)]
+        pairs: list[tuple[Tensor, Tensor]] = [(q, self.q), (k, self.k)]
         if not self.full or self.tp.size == 1:  # each head by itself, or all on this rank
             norm = rms_norm_plus_one if self.plus_one else _rms_norm
             if self.full:  # --zero 3 gathers weights with their first dimensions joined
