@@ -33,7 +33,9 @@ def check_page(out, ranks: int, nodes: str) -> None:
     assert parts["killed"]["found"]["named"] == [ranks - 1]
     resumed = parts["resumed"]["found"]
     assert (resumed["to"], resumed["off"] < 1e-5) == (60, True)
-    assert parts["known"]["found"]["verdict"] == "equal"
+    known = parts["known"]["found"]
+    assert known["verdict"] == "equal"
+    assert "equal to rounding: this is the known run, in 40 of 240 steps" in known["text"]
     model = parts["model"]["found"]
     assert model["tokens_per_second"] > 0 < model["planned"]["seconds"]
     assert len(model["places"]) == ranks
