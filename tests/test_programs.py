@@ -23,13 +23,15 @@ from config import schema
 from config.schema import Layout
 from config.spelling import preset
 from costs import hardware
-from tools.planner import megatron_words, programs, releases, torchtitan_words
+from tools.planner import bridge_words, megatron_words, programs, releases, torchtitan_words
 from tools.planner.programs import PROGRAMS
 
 DRAWN = 100  # commands of each program
 MODELS = {
     "megatron": ("llama-3-8b", "llama-3-70b", "gpt3-175b", "qwen3-8b", "qwen2.5-7b")
     + ("mixtral-8x7b", "qwen3-30b-a3b", "gpt2-1.5b", "megatron-39b", "moonlight-16b-a3b"),
+    "bridge": ("llama-3-8b", "llama-3-70b", "gpt3-175b", "qwen3-8b", "qwen2.5-7b")
+    + ("mixtral-8x7b", "qwen3-30b-a3b", "gpt2-1.5b", "megatron-39b"),
     "torchtitan": ("llama-3-8b", "llama-3-70b", "llama-3.1-405b", "qwen3-8b", "qwen3-32b")
     + ("llama-2-7b", "qwen3-30b-a3b", "llama-3.2-1b"),
 }
@@ -76,8 +78,34 @@ def drawn(full: str, number: int = DRAWN) -> list[list[str]]:
 SUBCOMMANDS = [f"activation_checkpoint:{name}" for name in ("none", "selective", "full")]
 
 
+KINDS = {"int": r"-?\d+", "float": r"-?[\d.]+(e-?\d+)?", "bool": "true|false"}
+KINDS |= {"str": r"[\w-]+|'[^']+'", "list": r"\[[01,]+\]"}
+
+
+def wrong_overrides(words: list[str], options: dict[str, dict]) -> list[str]:
+    """What of Megatron Bridge's overrides, key=value, the pinned version does not take."""
+    wrong = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in options:
+            wrong.append(word)
+            continue
+        own = options[key]
+        kinds = own.get("types", ["str"])
+        if value == "null":
+            right = bool(own.get("null"))
+        elif "choices" in own:
+            right = value in own["choices"]
+        else:
+            right = any(re.fullmatch(KINDS[kind], value) for kind in kinds)
+        wrong += [] if right else [word]
+    return wrong
+
+
 def wrong_in(command: list[str], options: dict[str, dict]) -> list[str]:
     """What of a command's words the pinned version does not take."""
+    if command[: len(bridge_words.RECIPE)] == bridge_words.RECIPE:
+        return wrong_overrides(command[len(bridge_words.RECIPE) :], options)
     wrong, words = [], iter(command)
     kinds = {"int": int, "float": float}
     for word in words:
@@ -110,10 +138,40 @@ def test_every_word_of_a_hundred_commands_is_an_option_of_the_release(name):
     # the draw has pipelines, recomputation and experts
     texts = [shlex.join(command) for command in commands]
     assert len(set(texts)) > DRAWN * 0.8
-    recompute = "recompute" if name.startswith("megatron") else "activation_checkpoint"
+    recompute = "activation_checkpoint" if name.startswith("torchtitan") else "recompute"
     for word in ("pipeline", recompute, "fp8"):
         said = word != "fp8" or name not in ("torchtitan@0.3.0", "torchtitan@main")
         assert any(word in text or "float8" in text for text in texts) == said, word
+
+
+def test_every_option_of_megatron_is_said_to_bridge_with_its_value():
+    """A value that Megatron-LM's command says and Bridge's does not would be the recipe's own."""
+    words = "layouts --for bridge --model llama-3-8b --gpu h100 --gpus 32 --global-batch-size 256"
+    changes = {
+        "--weight-decay 0.03": "scheduler.end_weight_decay=0.03",
+        "--lr 0.002": "optimizer.lr=0.002",
+        "--adam-beta2 0.98": "optimizer.adam_beta2=0.98",
+        "--seed 7": "rng.seed=7",
+        "--steps 70": "train.train_iters=70",
+        "--train-samples 51200": "train.train_iters=null",
+        "--lr-warmup-samples 2560 --steps 100": "scheduler.lr_warmup_samples=2560",
+        "--norm layernorm": "model.normalization=LayerNorm",
+        "--tied": "model.vocab_size=128256",
+        "--precision fp16": "mixed_precision=fp16_mixed",
+        "--tp 4 --sequence-parallel": "model.sequence_parallel=true",
+        "--zero 0": "optimizer.use_distributed_optimizer=false",
+        "--fp8": "mixed_precision=bf16_with_fp8_delayed_scaling_mixed",
+        "--tp 2 --recompute full --recompute-layers 2": "model.recompute_num_layers=2",
+    }
+    options = options_of("bridge")
+    for change, override in changes.items():
+        answer = plan.ask(f"{words} {change} --top 2".split())
+        assert override in answer.data["command"], change
+        assert wrong_in(answer.data["command"], options) == []
+        keys = [word.partition("=")[0] for word in answer.data["command"] if "=" in word]
+        assert len(keys) == len(set(keys))
+    tied = plan.ask(f"{words} --tied --top 2".split()).data["command"]
+    assert not any("share_embeddings" in word for word in tied)
 
 
 def test_a_wrong_word_value_or_choice_would_be_seen():
@@ -121,6 +179,9 @@ def test_a_wrong_word_value_or_choice_would_be_seen():
     assert wrong_in(["--no-such-thing"], options)
     assert wrong_in(["--num-layers", "many"], options)
     assert wrong_in(["--transformer-impl", "mine"], options)
+    recipe = bridge_words.RECIPE
+    for word in ("model.layers=2", "model.num_layers=two", "scheduler.lr_decay_style=steps"):
+        assert wrong_in([*recipe, word], options_of("bridge")) == [word]
     assert not wrong_in(["--num-layers", "4", "--swiglu", "--transformer-impl", "local"], options)
 
 
@@ -137,6 +198,8 @@ def test_without_a_version_a_command_is_for_the_newest_that_is_known():
         program = programs.of(name)
         assert program.version == releases.newest(name)
         assert f"for {name} {program.version} of 20" in program.release
+        if len(releases.versions(name)) == 1:
+            continue
         assert f"{name}@" in program.release
         older = programs.of(f"{name}@{releases.versions(name)[-1]}")
         assert f"the newest on 2026-11-29 was {program.version}" in older.release
@@ -149,7 +212,7 @@ def test_without_a_version_a_command_is_for_the_newest_that_is_known():
 def test_a_newer_release_than_the_newest_known_would_be_seen(name):
     """Where the package index answers; the command of a release that is not read may be refused."""
     command = [sys.executable, "-m", "pip", "index", "versions", releases.package(name)]
-    newer = "3.13" if name == "megatron" else "3.12"
+    newer = "3.12" if name == "torchtitan" else "3.13"
     command += ["--python-version", newer, "--only-binary", ":all:", "--disable-pip-version-check"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -159,7 +222,9 @@ def test_a_newer_release_than_the_newest_known_would_be_seen(name):
     if done.returncode or not found:
         pytest.skip("no package index that answers")
     newest = releases.newest(name)
-    assert found[1] == newest, f"{name} {found[1]} is out, commands are for {newest}"
+    # Releases of bridge are tags and containers; the index has fewer of them.
+    known, out = (tuple(map(int, version.split("."))) for version in (newest, found[1]))
+    assert out <= known, f"{name} {found[1]} is out, commands are for {newest}"
 
 
 def test_the_stages_of_a_command_are_the_blocks_that_were_planned():
@@ -188,6 +253,13 @@ def test_the_stages_of_a_command_are_the_blocks_that_were_planned():
         ("--for megatrn", "megatron"),
         ("--fp8", "--for PROGRAM"),
         ("--for torchtitan --gpu a100-80 --fp8", "no fp8"),
+        ("--for bridge --zero 3", "--zero 3: bridge has 1, 0"),
+        ("--for bridge@0.2.0", "'bridge@0.2.0': there are bridge@0.6.0"),
+        ("--for bridge --positions alibi", "bridge has no ALiBi"),
+        ("--for bridge --model moonlight-16b-a3b", "bridge has no multi-head latent attention"),
+        ("--for bridge --rampup-batch-size 64 64 10000", "bridge has no --rampup-batch-size"),
+        ("--for bridge --precision fp32", "bridge has no --precision fp32"),
+        ("--for bridge --block parallel", "bridge has no --block parallel"),
         ("--for megatron --sbatch FILE", "--sbatch writes batch files for train.py"),
     ],
 )

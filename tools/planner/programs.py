@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from base.errors import UserError, nearest
-from tools.planner import megatron_words, releases, torchtitan_words
+from tools.planner import bridge_words, megatron_words, releases, torchtitan_words
 from tools.planner.enumeration import VARIED
 from tools.planner.program import Program
 
 PROGRAMS: dict[str, Callable[[str], Program]] = {
+    "bridge": bridge_words.program,
     "megatron": megatron_words.program,
     "torchtitan": torchtitan_words.program,
 }

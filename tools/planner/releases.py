@@ -71,5 +71,6 @@ def says(program: str, version: str) -> str:
     seen = _programs()[program]["seen"]
     if version == known[0]:
         others = ", ".join(f"{program}@{other}" for other in known[1:])
-        return f"{text}, the newest on {seen}; --for {others} for another"
+        other = f"; --for {others} for another" if others else ""
+        return f"{text}, the newest on {seen}{other}"
     return f"{text}; the newest on {seen} was {known[0]}: --for {program}"
