@@ -7,17 +7,19 @@
 The step is Megatron's own: its schedule, DistributedDataParallel, finalize_model_grads, clipping
 and distributed optimizer. Tried with megatron-core 0.16.1 on CPU ranks. `on_cpus` has all that
 stands for CUDA there: "cuda" is the CPU; doubles are what Megatron takes for floats, so that all of
-it is fp64; `Norm` is in the place of apex's, since Megatron's own has no sequence parallelism.
+it is fp64; `Norm` is in the place of apex's, since Megatron's own has no sequence parallelism; a
+checkpoint's files are written by the ranks themselves, and not by processes that they start.
 Nothing else of Megatron is changed. What needs a GPU or TransformerEngine is not run: flash
 attention, grouped GEMM, context parallelism.
 """
 
 import contextlib
-from types import SimpleNamespace
+import queue
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -44,6 +46,8 @@ clip = 0.02  # the norm to which gradients are clipped: below all of them
 options = {}  # more of TransformerConfig: --set "options={'qk_layernorm': True}"
 
 VOCABULARY, LENGTH, BATCH, MICRO = 64, 16, 8, 1
+# How a checkpoint has the optimizer's state: by parameter, so that any layout can load it.
+STATE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def layouts():
@@ -56,6 +60,11 @@ def layouts():
         found += [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "zero": True}, {"dp": 4, "ep": 2}]
         found += [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2, "dp": 2, "ep": 2}]
     return found
+
+
+def loads(saved_by, layout):
+    """Whether Megatron loads in a layout what another one saved: not in the other optimizer."""
+    return saved_by.get("zero", False) == layout.get("zero", False)
 
 
 def build(layout):
@@ -113,6 +122,7 @@ def build(layout):
         parallel_output=parallel_output,
         share_embeddings_and_output_weights=tied,
     ).double()
+    gpt = model
     shards = layout.get("zero", False)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=shards)
     model = DistributedDataParallel(config, ddp, model)
@@ -180,7 +190,25 @@ def build(layout):
             "embedding.word_embeddings.weight" if tied and name == "output_layer.weight" else name
         )
 
-    return SimpleNamespace(model=model, optimizer=optimizer, step=step, names=names)
+    def sharded(is_loading):
+        """Return the state of model and optimizer with the place of each tensor in the whole."""
+        state = {"model": gpt.sharded_state_dict(metadata=STATE)}
+        of_model = state["model"]
+        state["optimizer"] = optimizer.sharded_state_dict(of_model, is_loading, metadata=STATE)
+        return state
+
+    def save(folder):
+        """Save model and optimizer with Megatron's dist_checkpointing."""
+        dist_checkpointing.save(sharded(False), folder)
+
+    def load(folder):
+        """Load what any layout has saved."""
+        state = dist_checkpointing.load(sharded(True), folder)
+        gpt.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    parts = {"model": model, "optimizer": optimizer, "step": step, "names": names}
+    return parts | {"save": save, "load": load}
 
 
 # ---- What stands for CUDA ------------------------------------------------------------------------
@@ -246,6 +274,17 @@ def counts_on_cpu(tensor, as_numpy=False, record_stream=False):
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def write_here(transforms, use_msc, rank, buckets, results):
+    """Write a rank's files of a checkpoint in the rank itself; Megatron forks processes for it."""
+    found, running = queue.Queue(), queue.Queue()
+    for number, bucket in enumerate(buckets):
+        running.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, found, running, False
+        )
+    results.put(dict(found.get() for _ in buckets))
+
+
 def on_cpus():
     """Have Megatron run without GPUs in this process."""
     if torch.cuda.is_available():
@@ -262,3 +301,6 @@ def on_cpus():
     token_dispatcher.maybe_move_tensor_to_cpu = counts_on_cpu
     moe_utils.te_general_gemm = None  # 0.16.1 looks at it without TransformerEngine too
     backends.LNImpl = gpt_layer_specs.LNImpl = transformer_block.LayerNormImpl = Norm
+    filesystem_async._get_write_results_queue = queue.Queue
+    writer = filesystem_async.FileSystemWriterAsync
+    writer.write_preloaded_data_multiproc = staticmethod(write_here)

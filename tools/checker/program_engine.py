@@ -137,24 +137,36 @@ class ProgramEngine:
     def resume(self, folder: Path) -> Iterator[Outcome]:
         """Save after the first step in a layout that is equal, and go on in other equal ones.
 
-        Yield their outcomes; nothing, if the program has no functions for it, or a single step.
+        Where some of them cannot load that, one of those saves too. Yield their outcomes; nothing,
+        if the program has no functions for it, or a single step.
         """
-        if not self.one.can_save or self.program.steps < 2 or not self.equal:
+        if not self.one.can_save or self.program.steps < 2:
             return
+        rest = list(self.equal)
+        while rest:
+            saved_by = max(rest, key=lambda layout: len(layout.axes))
+            others = [layout for layout in self.equal if layout is not saved_by]
+            every = [self.program.layouts[0], *others]
+            can = [x for x in every if self.program.loads(saved_by.values, x.values)]
+            rest = [layout for layout in rest if layout not in (saved_by, *can)]
+            yield from self._resumed(saved_by, (can or [saved_by])[:MOST_LOADED], folder)
+
+    def _resumed(
+        self, saved_by: ProgramLayout, going_on: Sequence[ProgramLayout], folder: Path
+    ) -> Iterator[Outcome]:
+        """Save after the first step in a layout and go on in others; yield their outcomes."""
         step = 1
-        saved_by = max(self.equal, key=lambda layout: len(layout.axes))
-        others = [layout for layout in self.equal if layout is not saved_by][: MOST_LOADED - 1]
-        going_on = [self.program.layouts[0], *others]
-        folder.mkdir(parents=True, exist_ok=True)
+        saved = folder / saved_by.name.replace(" ", "-")
+        saved.mkdir(parents=True)
         worker = ProgramWorker(self.program, self.reference, self.one.shapes)
         with self._worlds(worker, self.at_once, self.limit) as worlds:
-            job = ProgramRun(saved_by, folder=str(folder), save=step)
+            job = ProgramRun(saved_by, folder=str(saved), save=step)
             ((_, answers),) = worlds.answers([(saved_by.ranks, job)])
             if isinstance(answers, Failure):
                 yield self._outcome(saved_by, answers)
                 return
             jobs = [
-                (layout.ranks, ProgramRun(layout, folder=str(folder), load=step))
+                (layout.ranks, ProgramRun(layout, folder=str(saved), load=step))
                 for layout in going_on
             ]
             for number, answers in worlds.answers(jobs):

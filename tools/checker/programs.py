@@ -5,8 +5,8 @@
     built = program.build(layout)       on a rank of that layout, after the ranks have met
 
 The file has two functions and a few names (docs/check_other_programs.md): layouts(), build(layout),
-and if needed cut, steps, dtype. Modules of the file's folder may be called as modules of Trine are,
-such as `model` or `data`; so each has its own table of modules while it runs.
+and if needed cut, steps, dtype, loads. Modules of the file's folder may be called as modules of
+Trine are, such as `model` or `data`; so each has its own table of modules while it runs.
 """
 
 import ast
@@ -103,7 +103,8 @@ class Built:
 class Program:
     """The user's program. cut: what cannot be read of its tensors. precision: torch's default type.
 
-    layouts: the first is one rank. steps: of each run.
+    layouts: the first is one rank. steps: of each run. loads: whether what one layout has saved can
+    be loaded in another.
     """
 
     path: Path
@@ -113,6 +114,7 @@ class Program:
     cut: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
     dtype: Any = None
+    loads: Callable[[dict[str, Any], dict[str, Any]], bool] = lambda saved_by, layout: True
 
     def build(self, layout: ProgramLayout) -> Built:
         """Build the program on this rank; the ranks have met. UserError for a mistake of the file.
@@ -259,6 +261,7 @@ def load(path: Path, changed: Mapping[str, str], flag: str) -> tuple[Program, An
     program.cut = dict(getattr(module, "cut", {}))
     program.steps = _steps(getattr(module, "steps", STEPS), path.name)
     program.dtype = getattr(module, "dtype", None)
+    program.loads = getattr(module, "loads", program.loads)
     return program, module
 
 

@@ -83,7 +83,7 @@ class Session:
             )
         wrong = [outcome for outcome in self.outcomes if not outcome.is_equal]
         trained = [outcome for outcome in self.outcomes if outcome.resumed_from is None]
-        left, seconds = total - len(trained), time.monotonic() - self.began
+        left, seconds = max(total - len(trained), 0), time.monotonic() - self.began
         said = verdict(engine.reference, self.outcomes, left, seconds, engine.reference_of)
         if self.outcomes:
             self.say(*said)
