@@ -12,11 +12,22 @@ BUCKETS, LEAST_BUCKET = 8, 2**20
 # The most elements of whole matrices that a rank gets in one round of Muon's exchange, unless a
 # single matrix has more (optim/matrix_owners.py): 67 MB in FP32, enough to use the links.
 ROUND_ELEMENTS = 2**24
-# The number of logits that the loss holds in fp32 at a time. On a GPU they take 268 MB: with fewer,
+# The most logits that the loss holds in fp32 at a time. On a GPU they take 268 MB: with fewer,
 # launches take longer than the memory's traffic does. (2^22 of them stay in the L2 cache, and make
 # a step 0.7 to 3.5 % slower: benchmarks/results/gpu-h200.md.) On a CPU they take 0.5 MB, which stay
 # in the L2 cache of a core between kernels.
 LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**17}
+# Of fewer logits a GPU holds a part, so that small models need no such memory, or FEW_LOGITS.
+LOGIT_SLICES = 8
+FEW_LOGITS = 2**22
+
+
+def logits_at_once(most: int, logits: int) -> int:
+    """Return how many of a micro-batch's logits the loss holds in fp32 at a time.
+
+    most: the device's number in LOGITS_AT_ONCE.
+    """
+    return min(most, max(FEW_LOGITS, logits // LOGIT_SLICES))
 
 
 def bucket_elements(held: float, most: int = BUCKET_ELEMENTS, least: int | None = None) -> int:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config.buffer_sizes import LOGITS_AT_ONCE
+from config.buffer_sizes import LOGITS_AT_ONCE, logits_at_once
 from distributed.collectives import Group
 from parallel import ParamFactory, ParamSpec, compile_kernel, exact_dtype
 
@@ -207,13 +207,14 @@ def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tens
     """Call the function on slices of all tensors along the sequence, one slice after the other.
 
     So temporary tensors are small. The function writes its results into the tensors. A slice of
-    `logits`, (s, b, V/n), has at most LOGITS_AT_ONCE numbers, or one row. fused: call a compiled
+    `logits`, (s, b, V/n), has at most `logits_at_once` numbers, or one row. fused: call a compiled
     version once instead, on the whole tensors, because its kernel makes no temporary tensors.
     """
     if fused:
         compile_kernel(function)(logits, *others)
         return
-    rows = max(1, LOGITS_AT_ONCE[logits.device.type] // logits[0].numel())
+    at_once = logits_at_once(LOGITS_AT_ONCE[logits.device.type], logits.numel())
+    rows = max(1, at_once // logits[0].numel())
     slices = [tensor.split(rows) for tensor in (logits, *others)]
     for slices_of_rows in zip(*slices):
         function(*slices_of_rows)
