@@ -28,7 +28,14 @@ from architecture.model_stats import (
     whole_scales,
 )
 from architecture.shape import ModelShape
-from config.buffer_sizes import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
+from config.buffer_sizes import (
+    BUCKET_ELEMENTS,
+    BUCKETS,
+    FEW_LOGITS,
+    LEAST_BUCKET,
+    LOGIT_SLICES,
+    LOGITS_AT_ONCE,
+)
 from config.optimizers import OPTIMIZERS
 from costs import mixer_terms
 from costs.job import Column, Job, mean_of_kinds, term
@@ -640,7 +647,8 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     not_gathered = np.where(job.zero == 3, 2 * size * job.parameters_here, 0.0)
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
-    chunk_in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda from 9.0"])  # or fewer
+    slice_of_logits = np.clip(logits // LOGIT_SLICES, FEW_LOGITS, LOGITS_AT_ONCE["cuda from 9.0"])
+    chunk_in_fp32 = 4.0 * np.minimum(logits, slice_of_logits)
     kept = size * logits
     if job.training.z_loss:
         kept = kept + 4.0 * job.tokens  # each token's log Z, in fp32

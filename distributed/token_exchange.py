@@ -16,6 +16,7 @@ number // k. If token 0 goes to experts 1 and 0, and token 1 to experts 0 and 2,
 is 1 2 0 3.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,16 +91,15 @@ def orders_of_arrived(arrived: list[list[int]], device: torch.device) -> tuple[T
     The rows of a rank for an expert stay together. How far each such block moves follows from the
     counts, which are on the host: so no sort and no launch for each step of it.
     """
-    sizes = torch.tensor(arrived)  # (ranks, experts here)
-    by_expert = sizes.t().flatten()
-    start = sizes.flatten().cumsum(0).view_as(sizes) - sizes  # of each block among arrived rows
-    sorted_start = by_expert.cumsum(0).sub_(by_expert).view_as(sizes.t())
-    moves = sorted_start - start.t()  # (experts here, ranks): places by which a block moves
+    sizes = np.array(arrived)  # (ranks, experts here)
+    by_rank, by_expert = sizes.ravel(), sizes.T.ravel()
+    start = (by_rank.cumsum() - by_rank).reshape(sizes.shape)  # of each block among arrived rows
+    sorted_start = (by_expert.cumsum() - by_expert).reshape(sizes.T.shape)
+    moves = sorted_start - start.T  # (experts here, ranks): places by which a block moves
     # Rows 0 to n of `order` are the first result. Its other n rows are the second one.
     n = sum(map(sum, arrived))
-    blocks = torch.cat([by_expert, sizes.flatten()])
-    shifts = torch.cat([-moves.flatten(), moves.t().flatten() - n])
-    blocks, shifts = to_device(torch.stack([blocks, shifts]), device)
+    both = [by_expert, by_rank, -moves.ravel(), moves.T.ravel() - n]
+    blocks, shifts = to_device(torch.tensor(np.concatenate(both)), device).chunk(2)
     order = torch.arange(2 * n, device=device)
     order += shifts.repeat_interleave(blocks, output_size=2 * n)
     return order[:n], order[n:]

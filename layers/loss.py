@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config.buffer_sizes import LOGITS_AT_ONCE
+from config.buffer_sizes import LOGITS_AT_ONCE, logits_at_once
 from distributed import gpus
 from distributed.collectives import Group
 from parallel import ParamFactory, ParamSpec, compile_kernel, exact_dtype
@@ -208,20 +208,21 @@ def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tens
     """Call the function on slices of all tensors along the sequence, one slice after the other.
 
     So temporary tensors are small. The function writes its results into the tensors. A slice of
-    `logits`, (s, b, V/n), has at most LOGITS_AT_ONCE numbers, or one row. fused: call a compiled
+    `logits`, (s, b, V/n), has at most `logits_at_once` numbers, or one row. fused: call a compiled
     version once instead, on the whole tensors, because its kernel makes no temporary tensors.
     """
     if fused:
         compile_kernel(function)(logits, *others)
         return
-    rows = max(1, _logits_at_once(logits.device) // logits[0].numel())
+    at_once = logits_at_once(_most_logits(logits.device), logits.numel())
+    rows = max(1, at_once // logits[0].numel())
     slices = [tensor.split(rows) for tensor in (logits, *others)]
     for slices_of_rows in zip(*slices):
         function(*slices_of_rows)
 
 
-def _logits_at_once(device: torch.device) -> int:
-    """Return the number of logits of a slice on this device: see LOGITS_AT_ONCE."""
+def _most_logits(device: torch.device) -> int:
+    """Return the most logits of a slice on this device: see LOGITS_AT_ONCE."""
     is_fast = device.type == "cuda" and gpus.nvidia_capability(device) >= (9, 0)
     return LOGITS_AT_ONCE["cuda from 9.0" if is_fast else device.type]
 

@@ -35,8 +35,7 @@ BETS = {
         "--global-batch-size 256"
     ),
     "Llama 3 70B with Megatron Bridge on 16 x 4 GB200": (
-        "layouts --for bridge --model llama-3-70b --gpu gb200 --nodes 16 "
-        "--global-batch-size 256"
+        "layouts --for bridge --model llama-3-70b --gpu gb200 --nodes 16 --global-batch-size 256"
     ),
     "Llama 3 8B with Megatron-LM on 8 x 8 MI300X over RoCE": (
         "layouts --for megatron --model llama-3-8b --gpu mi300x --nodes 8 --network roce-8x400 "
