@@ -103,6 +103,8 @@ def _cell(row: dict[str, Any] | None, is_right: bool) -> str:
     """Return what came of a call: whether it was as it should be, and of how many layouts."""
     if row is None:
         return "not run"
+    if row["status"] > 1:
+        return f"no verdict, status {row['status']}: no layout in {row['seconds']} s"
     verdict = "yes" if row["kept"] == is_right else f"**no**, status {row['status']}"
     return f"{verdict}, {row['equal']} of {row['layouts']}, {row['seconds']} s"
 
