@@ -475,6 +475,8 @@ def test_a_wsd_decay_that_is_not_given_is_the_last_tenth(name):
     found = dict(itertools.pairwise(command))
     if name == "megatron":
         assert (found["--train-samples"], found["--lr-wsd-decay-samples"]) == ("6400", "640")
+    elif name == "bridge":
+        assert {"train.train_samples=6400", "scheduler.lr_wsd_decay_samples=640"} <= {*command}
     else:
         assert float(found["--lr_scheduler.decay_ratio"]) == 0.1
 

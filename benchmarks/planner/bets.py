@@ -34,7 +34,7 @@ BETS = {
         "layouts --for torchtitan --model qwen3-32b --gpu b200 --nodes 4 --network ndr-8x400 "
         "--global-batch-size 256"
     ),
-    "Llama 3 70B with Megatron Bridge on 16 x 4 GB200": (
+    "Llama 3 70B with Megatron Bridge on 64 GB200 of one NVL72": (
         "layouts --for bridge --model llama-3-70b --gpu gb200 --nodes 16 --global-batch-size 256"
     ),
     "Llama 3 8B with Megatron-LM on 8 x 8 MI300X over RoCE": (
@@ -69,8 +69,8 @@ def main(arguments: list[str]) -> None:
     lines += [
         f"{today}, commit {commit.stdout.strip()}; synthetic data, bf16; no measured row of these "
         "runs is in the repository (nobody searched everywhere). A bet is won",
-        "if the median step of the command, after the first ten, is between the two times, and four "
-        "of five of the lines are within their 80 %.",
+        "if the median step of the command, after the first ten, is between the two times, and of "
+        "all lines four in five are within their 80 %.",
         "",
     ]
     for heading, question in BETS.items():

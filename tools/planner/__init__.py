@@ -6,7 +6,7 @@ layouts         the fastest rows, each simulated; all others rejected with a rea
 engines         what other training programs do otherwise than Trine: facts in engines.toml, and
                 terms in place of Trine's; expert_engines: those of models with experts
 program         another training program: facts, options, command; programs (--for) has those of
-                megatron_words and torchtitan_words, and releases the options of each release
+                megatron_words, torchtitan_words and bridge_words, releases each release's options
 scaling_laws    tokens and loss of a model by Chinchilla's law and a newer one; batch and rate
 recipe          the run file of a budget with muP, and the small runs before it; ladder: their fit
 model_sizes     the largest model, and the fewest nodes
@@ -19,5 +19,6 @@ found_layouts   the layouts of a question, ranked, as data; layout_table renders
 duration_questions, layout_questions, model_questions, compare, budget, shapes
                 the other questions; cost: money
 batch_file      a Slurm batch file for a layout
-run_files       reads measured runs; calibration refits a machine's constants to them
+run_files       reads measured runs; calibration refits a machine's constants to them, and measured
+                corrects predictions by them, against what is known of the constants before
 """

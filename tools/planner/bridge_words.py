@@ -116,9 +116,11 @@ UNSAID_VALUES = {
     "--tokenizer-type",
 }
 FP8 = "mixed_precision=bf16_with_fp8_delayed_scaling_mixed"
-OF_LAYOUT = ("model.tensor", "model.pipeline", "model.context", "model.expert_", "model.sequence")
-OF_LAYOUT += ("model.tp_comm", "model.virtual", "model.recompute", "ddp.", "optimizer.use_")
-OF_LAYOUT += ("model.make_vocab", "train.micro")
+OF_LAYOUT = (
+    *("model.tensor", "model.pipeline", "model.context", "model.expert_", "model.sequence"),
+    *("model.tp_comm", "model.virtual", "model.recompute", "model.make_vocab"),
+    *("ddp.", "optimizer.use_", "train.micro"),
+)
 
 
 def refusal(run: Config, layout: Layout) -> str:
