@@ -63,8 +63,11 @@ def layouts():
 
 
 def loads(saved_by, layout):
-    """Whether Megatron loads in a layout what another one saved: not in the other optimizer."""
-    return saved_by.get("zero", False) == layout.get("zero", False)
+    """Whether a layout can load what another saved: not with the distributed optimizer.
+
+    Without apex 0.16.1 cannot load its state into a new optimizer: torch's Adam has no step there.
+    """
+    return not (saved_by.get("zero") or layout.get("zero"))
 
 
 def build(layout):
@@ -203,7 +206,6 @@ def build(layout):
 
     def load(folder):
         """Load what any layout has saved."""
-        fill_state(optimizer)
         state = dist_checkpointing.load(sharded(True), folder)
         gpt.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -273,15 +275,6 @@ class NoTracker:
 def counts_on_cpu(tensor, as_numpy=False, record_stream=False):
     """Return the rows of each expert as Megatron has them after their copy from a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def fill_state(optimizer):
-    """Give torch's Adam the state that apex's has at once, over which Megatron loads."""
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in each.optimizer.param_groups:
-            for weight in group["params"]:
-                zeros = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
-                each.optimizer.state[weight] = {"step": torch.tensor(0.0), **zeros}
 
 
 def write_here(transforms, use_msc, rank, buckets, results):
