@@ -152,7 +152,7 @@ def test_each_kind_of_checkpoint_is_saved_once(tmp_path, monkeypatch):
     text = "def build(l): pass\n"
     text += "def layouts(): return [{}, {'tp': 2}, {'dp': 2, 'zero': True}, "
     text += "{'tp': 2, 'dp': 2}, {'pp': 2}]\n"
-    text += "def loads(a, b): return a.get('zero') == b.get('zero') and 'pp' not in a\n"
+    text += "def loads(a, b): return a.get('zero') == b.get('zero') and 'pp' not in {**a, **b}\n"
     program = read_program(file_of(tmp_path, text), {})
     engine = ProgramEngine(program, program.layouts[1:])
     engine.equal, engine.one.can_save = program.layouts[1:], True
