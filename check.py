@@ -71,6 +71,7 @@ with errors.installed():
     from config.command_line import SHAPE, Request, parse_request
     from config.schema import Layout, all_options
     from distributed import local_ranks
+    from distributed.early_end import ending_all_ranks
     from distributed.launch import Launch, discover
     from distributed.placement import allowed_cores
     from tools.checker import scaling
@@ -114,9 +115,12 @@ def main(arguments: list[str]) -> int:
         return _check_here(arguments, launch)
     except UserError:
         # Rank 0 prints what all ranks find, and ends the job; a mistake of a rank's own comes late.
-        if launch.rank:
-            time.sleep(launch.exit_delay)
-        raise
+        if launch.size == 1:
+            raise
+        with ending_all_ranks(launch.watch):
+            if launch.rank:
+                time.sleep(launch.exit_delay)
+            errors.exit_with(mistake)
 
 
 def _check_here(arguments: list[str], launch: Launch) -> int:

@@ -13,6 +13,7 @@ from ranks import ROOT
 from base.errors import UserError
 from tools.checker.compare import Reference, _cuts, differing
 from tools.checker.cuts import _cut
+from tools.checker.program_engine import ProgramEngine
 from tools.checker.programs import ProgramLayout, _built, read_program
 from tools.checker.recorder import AFTER, GRADIENT, Piece
 
@@ -144,6 +145,25 @@ def test_a_layout_that_a_user_names_is_read(tmp_path):
     assert layout.values == {"tp": 4, "sp": True, "mode": "b"}
     with pytest.raises(UserError, match="'ps' is no axis"):
         program.chosen(["ps"], 2)
+
+
+def test_each_kind_of_checkpoint_is_saved_once(tmp_path, monkeypatch):
+    """Megatron's plain and distributed optimizers do not load each other's state."""
+    text = "def build(l): pass\n"
+    text += "def layouts(): return [{}, {'tp': 2}, {'dp': 2, 'zero': True}, "
+    text += "{'tp': 2, 'dp': 2}, {'pp': 2}]\n"
+    text += "def loads(a, b): return a.get('zero') == b.get('zero') and 'pp' not in {**a, **b}\n"
+    program = read_program(file_of(tmp_path, text), {})
+    engine = ProgramEngine(program, program.layouts[1:])
+    engine.equal, engine.one.can_save = program.layouts[1:], True
+    runs = []
+    monkeypatch.setattr(
+        engine,
+        "_resumed",
+        lambda by, on, _: iter(runs.append((by.name, [x.name for x in on])) or ()),
+    )
+    assert list(engine.resume(tmp_path)) == []
+    assert runs == [("tp 2 dp 2", ["one rank", "tp 2", "tp 2 dp 2"]), ("dp 2 zero", ["dp 2 zero"])]
 
 
 # ---- How tensors are cut -------------------------------------------------------------------------
@@ -294,7 +314,9 @@ def test_megatron_core_is_right_and_its_option_is_not():
     file = "examples/check/megatron_core.py"
     layouts = ("--layout", "tp 2 sp", "--layout", "pp 2 dp 2 zero")
     done = check("--program", file, "--json", *layouts, timeout=1800)
-    assert (done.returncode, json.loads(done.stdout)["verdict"]) == (0, "equal"), done.stderr
+    data = json.loads(done.stdout)
+    assert (done.returncode, data["verdict"]) == (0, "equal"), done.stderr
+    assert data["resume_checked"]  # by dist_checkpointing
     words = ("--set", "parallel_output=False", "--layout", "tp 2")
     done = check("--program", file, "--json", *words, timeout=1800)
     (found,) = json.loads(done.stdout)["differences"]

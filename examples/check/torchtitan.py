@@ -1,6 +1,7 @@
-"""torchtitan's models for check.py: llama3, and qwen3 with experts, on CPU ranks over gloo.
+r"""torchtitan's models for check.py: llama3, and qwen3 with experts, on CPU ranks over gloo.
 
-    pip install --target TITAN --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro torchdata einops
+    pip install --target TITAN --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro torchdata einops \
+        docstring_parser typeguard typing_extensions
     PYTHONPATH=TITAN python check.py --program examples/check/torchtitan.py
     PYTHONPATH=TITAN python check.py --program examples/check/torchtitan.py --set MODEL=qwen3
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
@@ -184,7 +186,13 @@ def build(layout: dict[str, Any]) -> dict[str, Any]:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     _stand_ins()
     import torch.testing._internal.distributed.fake_pg  # a group of one rank is fake
+    from torchtitan.components.checkpointer.base import ModelWrapper
     from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer.utils import (
+        get_flat_optim_state_dict,
+        init_optim_state,
+        load_flat_optim_state_dict,
+    )
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
@@ -244,7 +252,8 @@ def build(layout: dict[str, Any]) -> dict[str, Any]:
             if isinstance(module, FSDPModule):  # gloo has no sum with a factor
                 module.set_force_sum_reduction_for_comms(True)
     parameters = [p for part in parts for p in part.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=False)
+    named = [pair for part in parts for pair in part.named_parameters()]
+    optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1, foreach=False)
     batch = dims.get_mesh("batch").get_local_rank() if replicas > 1 else 0
     context = dist_utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
 
@@ -287,4 +296,23 @@ def build(layout: dict[str, Any]) -> dict[str, Any]:
         part, _, rest = local.partition(".")
         return rest if part.isdigit() else local
 
-    return {"model": parts, "optimizer": optimizer, "step": step, "names": names}
+    weights = ModelWrapper(parts)
+
+    def state() -> dict[str, Any]:
+        """Return the state by names of the whole model, as torchtitan's checkpoints have it."""
+        init_optim_state(optimizer)
+        return weights.state_dict() | get_flat_optim_state_dict(optimizer)
+
+    def save(folder: str) -> None:
+        """Save model and optimizer with torch.distributed.checkpoint."""
+        dcp.save(state(), checkpoint_id=folder)
+
+    def load(folder: str) -> None:
+        """Load what any layout has saved."""
+        found = state()
+        dcp.load(found, checkpoint_id=folder)
+        weights.load_state_dict(found)
+        load_flat_optim_state_dict(optimizer, found)
+
+    made = {"model": parts, "optimizer": optimizer, "step": step, "names": names}
+    return made | {"save": save, "load": load}

@@ -146,10 +146,11 @@ class ProgramEngine:
         while rest:
             saved_by = max(rest, key=lambda layout: len(layout.axes))
             others = [layout for layout in self.equal if layout is not saved_by]
-            every = [self.program.layouts[0], *others]
+            every = [self.program.layouts[0], *others, saved_by]
             can = [x for x in every if self.program.loads(saved_by.values, x.values)]
             rest = [layout for layout in rest if layout not in (saved_by, *can)]
-            yield from self._resumed(saved_by, (can or [saved_by])[:MOST_LOADED], folder)
+            if can:  # the layout that saved comes last
+                yield from self._resumed(saved_by, can[:MOST_LOADED], folder)
 
     def _resumed(
         self, saved_by: ProgramLayout, going_on: Sequence[ProgramLayout], folder: Path
