@@ -98,6 +98,7 @@ APART = {
 }
 SAVED_AFTER = 1  # the step after which the resumed run is saved
 NO_VERDICT = 3  # the exit status of an error of this program
+NO_ANSWER = {"verdict": "none"}  # beside a mistake, with --json
 
 
 def main(arguments: list[str]) -> int:
@@ -113,14 +114,14 @@ def main(arguments: list[str]) -> int:
     try:
         launch = discover()
         return _check_here(arguments, launch)
-    except UserError:
+    except UserError as mistake:
         # Rank 0 prints what all ranks find, and ends the job; a mistake of a rank's own comes late.
         if launch.size == 1:
             raise
         with ending_all_ranks(launch.watch):
             if launch.rank:
                 time.sleep(launch.exit_delay)
-            errors.exit_with(mistake)
+            errors.exit_with(mistake, beside=NO_ANSWER)
 
 
 def _check_here(arguments: list[str], launch: Launch) -> int:
@@ -368,11 +369,11 @@ def _parser(is_of_others: bool = False) -> Parser:
 
 if __name__ == "__main__":
     try:
-        with errors.sentences(beside={"verdict": "none"}):
+        with errors.sentences(beside=NO_ANSWER):
             sys.exit(main(sys.argv[1:]))
     except Exception as error:  # an error of this program is no verdict on the code that it checks
         traceback.print_exc()
         if "--json" in sys.argv:
-            text, none = f"{type(error).__name__}: {error}", {"code": "internal", "verdict": "none"}
-            print(json.dumps({"error": text, "status": NO_VERDICT} | none), flush=True)
+            said = {"error": f"{type(error).__name__}: {error}", "code": "internal"}
+            print(json.dumps(said | {"status": NO_VERDICT} | NO_ANSWER), flush=True)
         sys.exit(NO_VERDICT)
