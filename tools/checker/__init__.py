@@ -18,6 +18,8 @@ programs  another program's file, its layouts and its mistakes
 cuts      how another program cuts its tensors, read from them
 program_recorder, program_runs, program_engine   what recorder, runs and engine are for Trine's own
 modules   a module of a user's file as such a program
+program_check  the check of such a program, on ranks of its own or on those of a launcher
+launched  ranks that mpirun, srun or torchrun has started, in the place of forks
 session   what a check prints while it runs, and its verdict as lines or JSON
 engine    runs layouts in worlds of ranks, and compares each with one rank
 report    the lines that check.py prints
