@@ -270,9 +270,9 @@ class Recorder:
         """Record the weights that a router gives to each token's experts, and the choice."""
         if self.micro_batch is None or not self.is_on:
             return
-        _, places, samples, *_ = inputs
+        _, start, samples, *_ = inputs
         experts, weights, _ = output
-        places = _array(places)
+        places = np.arange(start, start + len(experts))
         whole = self._rows(self._tokens(len(places)))
         if whole is None:
             return
