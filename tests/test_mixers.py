@@ -51,7 +51,7 @@ def shape(mixer: str = "gated_delta_net", **options) -> ModelShape:
 
 
 def mixer_of(model: ModelShape, seed: int = 0) -> torch.nn.Module:
-    factory = replace(FACTORY, seed=seed, std=0.3)
+    factory = replace(FACTORY, training=Training(seed=seed, init_std=0.3))
     return CLASSES[model.mixer](factory, "blocks.0.mixer", model, 0.3, False)
 
 
