@@ -32,6 +32,8 @@ from torch import Tensor
 
 from distributed.collectives import Group
 from distributed.token_exchange import (
+    Arrive,
+    Depart,
     Exchange,
     Flight,
     Permute,
@@ -133,51 +135,6 @@ class AddUpWeighted(torch.autograd.Function):
         return of_copies.mul_(weights[:, None]), of_weights, None
 
 
-class DepartBoth(torch.autograd.Function):
-    """Starts the all-to-alls of copies and of what goes beside them, each a flight.
-
-    They are one function, so that all ranks start the two in the same order in the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx, x, beside, flights):
-        """Start to send the copies x, (u, h), and `beside`, (u, 2 k), to the nodes; return the
-        tensors into which those of other ranks arrive, for `ArriveBoth` alone.
-        """
-        ctx.flights = flights
-        return tuple(
-            flight.start(rows, flight.received, flight.sent)
-            for rows, flight in zip((x, beside), flights)
-        )
-
-    @staticmethod
-    def backward(ctx, grad, grad_beside):
-        """Return the gradients that `ArriveBoth` has sent for."""
-        first, second = ctx.flights
-        return first.end(), second.end(), None
-
-
-class ArriveBoth(torch.autograd.Function):
-    """Waits for copies and what goes beside them; the backward pass sends both gradients back."""
-
-    @staticmethod
-    def forward(ctx, x, beside, flights):
-        """Return what `DepartBoth` returned, when it is there."""
-        ctx.flights = flights
-        for flight in flights:
-            flight.end()
-        return x.view_as(x), beside.view_as(beside)
-
-    @staticmethod
-    def backward(ctx, grad, grad_beside):
-        """Start to send the gradients; `DepartBoth` returns what arrives. What this returns only
-        has the right shapes.
-        """
-        for rows, flight in zip((grad, grad_beside), ctx.flights):
-            flight.start(rows, flight.sent, flight.received)
-        return grad, grad_beside, None
-
-
 def read_counts(
     across: Group, within: Group, found: Tensor, tokens: tuple[int, int], experts: int
 ) -> RowCounts:
@@ -265,7 +222,7 @@ def send(
     beside = torch.cat([weights, experts.to(weights.dtype)], 1)
     started = across if overlaps else across.at_once
     flights = [Flight(started, sent.from_nodes, sent.to_nodes) for _ in range(2)]
-    coming = DepartBoth.apply(Spread.apply(x, of_tokens), Spread.apply(beside, of_tokens), flights)
+    coming = Depart.apply(flights, Spread.apply(x, of_tokens), Spread.apply(beside, of_tokens))
     return partial(_finish, coming, flights, sent, of_tokens, (k, of_node), groups, run)
 
 
@@ -285,7 +242,7 @@ def _finish(
     """
     across, within = groups
     k, of_node = sizes
-    rows, beside = ArriveBoth.apply(*coming, flights)
+    rows, beside = Arrive.apply(flights, *coming)
     # Within the node: rows are sorted by expert, those of one expert by the copy's place.
     weights, experts = beside.split(k, 1)
     own = experts.detach().long() - across.rank * of_node  # (U, k): counted from the node's first

@@ -165,36 +165,44 @@ class Flight:
 
 
 class Depart(torch.autograd.Function):
-    """Starts a flight; the backward pass waits for the gradients that come back."""
+    """Starts flights; the backward pass waits for the gradients that come back.
+
+    Several are one function, so that all ranks start them in the same order in the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx, rows, flight):
-        """Start to send `rows`; return the tensor into which others arrive, for `Arrive` alone."""
-        ctx.flight = flight
-        return flight.start(rows, flight.received, flight.sent)
+    def forward(ctx, flights, *rows):
+        """Start to send `rows`, a tensor for each flight; return the tensors into which those of
+        other ranks arrive, for `Arrive` alone.
+        """
+        ctx.flights = flights
+        return tuple(f.start(x, f.received, f.sent) for x, f in zip(rows, flights, strict=True))
 
     @staticmethod
-    def backward(ctx, grad):
-        """Return the rows' gradients, which `Arrive` has sent for. grad: what `Arrive` returned."""
-        return ctx.flight.end(), None
+    def backward(ctx, *grads):
+        """Return the rows' gradients, which `Arrive` has sent for. grads: what that returned."""
+        return None, *(flight.end() for flight in ctx.flights)
 
 
 class Arrive(torch.autograd.Function):
-    """Waits for the rows of a flight; the backward pass starts to send their gradients back."""
+    """Waits for the rows of flights; the backward pass starts to send their gradients back."""
 
     @staticmethod
-    def forward(ctx, rows, flight):
+    def forward(ctx, flights, *rows):
         """Return `rows`, which `Depart` returned, when they are there."""
-        ctx.flight = flight
-        flight.end()
-        return rows.view_as(rows)
+        ctx.flights = flights
+        for flight in flights:
+            flight.end()
+        return tuple(x.view_as(x) for x in rows)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         """Start to send the gradients; `Depart` returns what arrives. What this returns only has
-        the right shape."""
-        ctx.flight.start(grad, ctx.flight.sent, ctx.flight.received)
-        return grad, None
+        the right shapes.
+        """
+        for grad, flight in zip(grads, ctx.flights, strict=True):
+            flight.start(grad, flight.sent, flight.received)
+        return None, *grads
 
 
 def exchange_rows(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:

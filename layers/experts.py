@@ -385,11 +385,11 @@ class ExpertMLP(nn.Module):
         # The rows arrive by rank, are sorted by expert for the products, and go back by rank.
         sent, received, counts_here, arrived = exchange_counts(group, counts, len(rows))
         flight = Flight(group if self.shared is not None else group.at_once, received, sent)
-        coming = Depart.apply(rows, flight)
+        (coming,) = Depart.apply([flight], rows)
 
         def finish() -> Tensor:
             """Return the experts' outputs for this rank's rows."""
-            rows = Arrive.apply(coming, flight)
+            (rows,) = Arrive.apply([flight], coming)
             by_expert, by_rank = orders_of_arrived(arrived, rows.device)
             rows = Permute.apply(rows, by_expert, by_rank)
             rows = self.held_experts(rows, counts_here)

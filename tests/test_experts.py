@@ -428,9 +428,9 @@ def test_other_work_runs_while_rows_and_their_gradients_travel():
 
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     flight = Noted(Group(), [4], [4])
-    coming = Depart.apply(3 * x, flight)
+    (coming,) = Depart.apply([flight], 3 * x)
     shared = Shared.apply(x)
-    rows = Arrive.apply(coming, flight)
+    (rows,) = Arrive.apply([flight], coming)
     (rows.square().sum() + shared.sum()).backward()
     assert happened == ["start", "shared", "end", "start", "shared's gradient", "end"]
     assert_close(x.grad, 18 * x.detach() + 2, 1e-14)
