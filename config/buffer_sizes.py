@@ -3,6 +3,10 @@
 They are those of gradient buckets, of Muon's exchange, and of the logits of a loss.
 """
 
+from typing import Any
+
+import numpy as np
+
 # The most gradients that are reduced in one operation: enough to use the links, few enough that
 # the reduction overlaps with the backward pass.
 BUCKET_ELEMENTS = 16 * 2**20
@@ -23,12 +27,12 @@ LOGIT_SLICES = 8
 FEW_LOGITS = 2**22
 
 
-def logits_at_once(most: int, logits: int) -> int:
+def logits_at_once(most: int, logits: Any) -> Any:
     """Return how many of a micro-batch's logits the loss holds in fp32 at a time.
 
-    most: the device's number in LOGITS_AT_ONCE.
+    most: the device's number in LOGITS_AT_ONCE. logits: a number, or an array of the planner's.
     """
-    return min(most, max(FEW_LOGITS, logits // LOGIT_SLICES))
+    return np.minimum(most, np.maximum(FEW_LOGITS, logits // LOGIT_SLICES))
 
 
 def bucket_elements(held: float, most: int = BUCKET_ELEMENTS, least: int | None = None) -> int:

@@ -31,10 +31,9 @@ from architecture.shape import ModelShape
 from config.buffer_sizes import (
     BUCKET_ELEMENTS,
     BUCKETS,
-    FEW_LOGITS,
     LEAST_BUCKET,
-    LOGIT_SLICES,
     LOGITS_AT_ONCE,
+    logits_at_once,
 )
 from config.optimizers import OPTIMIZERS
 from costs import mixer_terms
@@ -647,8 +646,8 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     not_gathered = np.where(job.zero == 3, 2 * size * job.parameters_here, 0.0)
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
-    slice_of_logits = np.clip(logits // LOGIT_SLICES, FEW_LOGITS, LOGITS_AT_ONCE["cuda from 9.0"])
-    chunk_in_fp32 = 4.0 * np.minimum(logits, slice_of_logits)
+    of_slice = logits_at_once(LOGITS_AT_ONCE["cuda from 9.0"], logits)
+    chunk_in_fp32 = 4.0 * np.minimum(logits, of_slice)
     kept = size * logits
     if job.training.z_loss:
         kept = kept + 4.0 * job.tokens  # each token's log Z, in fp32

@@ -214,7 +214,7 @@ def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tens
     if fused:
         compile_kernel(function)(logits, *others)
         return
-    at_once = logits_at_once(_most_logits(logits.device), logits.numel())
+    at_once = int(logits_at_once(_most_logits(logits.device), logits.numel()))
     rows = max(1, at_once // logits[0].numel())
     slices = [tensor.split(rows) for tensor in (logits, *others)]
     for slices_of_rows in zip(*slices):
