@@ -205,6 +205,12 @@ class NodeError(UserError):
         self.ranks = list(ranks)
 
 
+def error_of(sentence: str, code: str) -> UserError:
+    """Return the error with a code, of another process. code: of a class with a sentence alone."""
+    kinds = {kind.code: kind for kind in (UserError, *UserError.__subclasses__())}
+    return kinds[code](sentence)
+
+
 @contextlib.contextmanager
 def installed(how: str = SET_UP) -> Iterator[None]:
     """In a block with imports, print one error line and exit if a package is not installed.

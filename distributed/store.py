@@ -52,7 +52,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from base.errors import ClusterError, NetworkError, NodeError, UserError
+from base.errors import ClusterError, NetworkError, NodeError, UserError, error_of
 from distributed.early_end import node_name
 from distributed.launch import Launch, Local
 from watchdog.flight_recorder import FlightRecorder
@@ -184,7 +184,7 @@ class StoreExchange:
             except NodeError as error:
                 result = {"failed": [str(error), error.nodes, error.kind, error.ranks]}
             except UserError as error:
-                result = {"refused": str(error)}
+                result = {"refused": [str(error), error.code]}
             self.store.set(result_key, packed(result))  # type: ignore[arg-type]
         began = time.monotonic()
         with self.recorder.waiting_for("store", (0,)):
@@ -200,7 +200,7 @@ class StoreExchange:
         if "failed" in result:
             raise NodeError(*result["failed"])
         if "refused" in result:
-            raise ClusterError(result["refused"])
+            raise error_of(*result["refused"])
         return result["value"]
 
     def leave(self) -> None:

@@ -55,13 +55,14 @@ def tried_with_experts(context, out: str) -> None:
 
     def try_group(group, operation, device):
         own(group, operation, device)
-        done.append(f"{operation} of {group.ranks}")
+        done.append((f"{operation} of {group.ranks}", id(group.handle)))
 
     preflight.try_group = try_group
     look("with experts", config, context, 30.0)
     preflight.try_group = own
     if context.rank == 0:
-        print(f"groups with experts: {'; '.join(done)}", flush=True)
+        print(f"groups with experts: {'; '.join(words for words, _ in done)}", flush=True)
+        print(f"tried twice: {len(done) - len(set(done))}", flush=True)
 
 
 def room(name: str, config, context, needed: int) -> None:

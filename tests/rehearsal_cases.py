@@ -1,7 +1,7 @@
 """Right configurations, in which a rehearsal finds nothing: layouts and features."""
 
 SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 2"
-SMALL += " --global-batch-size 64 --precision bf16 --vocab-size 16384 "
+SMALL += " --global-batch-size 16 --precision bf16 --vocab-size 16384 "
 LLAMA = "--kv-heads 4 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
 EXPERTS = LLAMA + "--set qk_norm=head --experts 16 --experts-per-token 8 --ffn-hidden 256 "
 EXPERTS += "--vocab-size 1024 --micro-batch-size 8 "
@@ -16,7 +16,7 @@ CASES: dict[str, tuple[int, str]] = {
     "sequence parallel": (4, SMALL + "--tp 4 --sequence-parallel " + NOW_AND_THEN),
     "384 ranks": (
         384,
-        SMALL + "--layers 12 --tp 4 --pp 6 --global-batch-size 1024 " + GPT2_VOCABULARY,
+        SMALL + "--layers 12 --tp 4 --pp 6 --global-batch-size 256 " + GPT2_VOCABULARY,
     ),
     "ZeRO 2, pp 2": (4, SMALL + "--pp 2 --zero 2 " + NOW_AND_THEN),
     "ZeRO 3": (4, SMALL + "--zero 3 " + NOW_AND_THEN),
@@ -29,8 +29,8 @@ CASES: dict[str, tuple[int, str]] = {
     "Muon": (2, SMALL + "--optimizer muon " + GPT2_VOCABULARY),
     "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
     "cp 4 over heads and keys, tp 2": (8, SMALL + "--cp 4 --tp 2 --kv-heads 4 --seq-length 4096"),
-    "experts of 4 ranks": (4, SMALL + EXPERTS + "--ep 4 --global-batch-size 128"),
-    "experts of 2 nodes": (16, SMALL + EXPERTS + "--ep 16 --tp 2 --global-batch-size 128"),
+    "experts of 4 ranks": (4, SMALL + EXPERTS + "--ep 4 --global-batch-size 64"),
+    "experts of 2 nodes": (16, SMALL + EXPERTS + "--ep 16 --tp 2 --global-batch-size 64"),
     "experts recomputed, pp 2": (4, SMALL + EXPERTS + "--ep 2 --pp 2 --recompute full"),
     "cp 4 over heads, pp 2": (8, SMALL + BLOOM + "--cp 4 --pp 2 --recompute selective"),
 }

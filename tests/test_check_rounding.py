@@ -135,7 +135,6 @@ def test_a_right_rule_is_equal_where_rounding_decides(rule, tmp_path):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("the bias of a row-parallel matrix is added on every tensor rank", "tp 2"),
         ("ZeRO gathers no new weights", "dp 2"),
         ("gradients are not summed over the replicas", "dp 2 zero 0"),
     ],

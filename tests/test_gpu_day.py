@@ -96,7 +96,7 @@ def test_two_calls_of_ten_minutes(tmp_path):
 @pytest.mark.slow
 def test_the_new_parts_of_both_calls_run_on_a_cpu(tmp_path):
     script = ["bash", "scripts/gpu_day.sh", "--rehearse", "--out", str(tmp_path)]
-    parts = "groups,muon,muon-fp32,windows,windows-compile,known"
+    parts = "groups,muon,windows-compile,known"  # muon-fp32 and windows are two of them, less
     outcome = start([*script, "--parts", parts], timeout=400)
     assert outcome.status == 0, outcome.err
     text, found = read(tmp_path)
@@ -212,12 +212,12 @@ def test_the_rehearsal_of_four_parts(tmp_path):
 def test_the_nccl_tests_run_on_the_cpu():
     """The layouts on two ranks, so that they are right when they first meet a GPU."""
     tests = ["-m", "pytest", "tests/test_nccl.py", "--rehearse-cuda", "-p", "no:cacheprovider"]
-    outcome = start(
-        [sys.executable, *tests, "-vv", "-k", "two-ranks or no_kernel"], OMP_NUM_THREADS="1"
-    )
+    chosen = "no_kernel or (two-ranks and not compile and not bf16)"  # those are about kernels
+    outcome = start([sys.executable, *tests, "-vv", "-k", chosen], OMP_NUM_THREADS="1")
     assert outcome.status == 0, outcome.out[-4000:]
     _, data = gpu_day.told_by_log(outcome.out)
-    count = len(test_nccl.CASES[2]) + 1
+    cases = [case for case in test_nccl.CASES[2] if case["precision"] != "bf16"]
+    count = len(cases) + 1
     expected = {"passed": count, "failed": [], "skipped": 0, "finished": True}
     assert data == expected
 

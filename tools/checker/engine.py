@@ -8,6 +8,7 @@ config: small (shrink.py). The first run is that on one rank; every outcome has 
 first, or why the run has no result.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from base.errors import ProgramError
+from base.errors import ProgramError, UserError
+from config import validation
 from config.schema import Config, Layout
 from schedules.partition import placement
 from tools.checker.compare import LOADS, Difference, Reference, first_difference, relative
@@ -29,6 +31,7 @@ from tools.checker.variants import Variant
 
 SECONDS_OF_ONE = 1800.0  # one rank waits for nobody; a busy machine may take long
 INFERRED = 8  # layouts, the simplest, in which texts are also decoded and scored; see `inferring`
+MICRO_BATCHES = (4, 3, 2)  # samples of one rank's, the first that goes: it needs fewer passes
 LONGER = 10  # ranks share cores that one rank had alone
 
 
@@ -110,6 +113,20 @@ def inferring(layouts: Sequence[Layout]) -> list[Layout]:
     return found
 
 
+def of_one_rank(config: Config) -> Layout:
+    """Return the layout of the run with which others are compared: one rank, in few passes.
+
+    The size of a micro-batch changes no result, which layouts with other sizes show.
+    """
+    alone = dataclasses.replace(config.layout, dp=1)
+    for size in MICRO_BATCHES:
+        layout = dataclasses.replace(alone, micro_batch_size=size)
+        with contextlib.suppress(UserError):  # it does not divide a batch
+            validation.check(dataclasses.replace(config, layout=layout), 1)
+            return layout
+    return alone
+
+
 class Engine:
     """Worlds of ranks and the run of one rank with which others are compared."""
 
@@ -153,7 +170,7 @@ class Engine:
         from optim import fsdp  # noqa: F401
 
         write_corpora(self.config)
-        alone = dataclasses.replace(self.config.layout, dp=1)
+        alone = of_one_rank(self.config)
         began = time.monotonic()
         runs = {"": None} | {x.sizes: x for x in self.others if x.sizes}
         with Worlds(Worker(), self.plain, 1, SECONDS_OF_ONE) as worlds:

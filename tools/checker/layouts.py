@@ -149,12 +149,13 @@ def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
     config: the run, small. count: so many layouts; None: as many as the pairs need.
     """
     chance, second_chance = random.Random(0), random.Random(1)
+    known: Known = {}
     singles = _singles(config, ranks)
     pool = {name_of(layout): layout for layout in singles}
     while len(pool) < POOL:
         before = len(pool)
         for _ in range(DRAWS):
-            layout = _drawn(config, ranks, chance, {})
+            layout = _drawn(config, ranks, chance, {}, known=known)
             if layout is not None:
                 pool.setdefault(name_of(layout), layout)
         if len(pool) - before < DRAWS // 20:
@@ -164,7 +165,7 @@ def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
     for pair in sorted(_possible(config, ranks) - wanted, key=str):
         for number in range(TRIES + TRIES_ALONE):
             of_draw, alone = (chance, False) if number < TRIES else (second_chance, True)
-            layout = _drawn(config, ranks, of_draw, dict(pair), alone)
+            layout = _drawn(config, ranks, of_draw, dict(pair), alone, known)
             if layout is not None and pair in _pairs(layout):
                 pool[name_of(layout)] = layout
                 pairs_of[name_of(layout)] = _pairs(layout)
@@ -352,15 +353,22 @@ def _singles(config: Config, ranks: int) -> list[Layout]:
     return list(seen.values())
 
 
-def with_options(config: Config, options: dict[str, Any]) -> Layout | None:
+# Of a run: the layout, or None, by the options that a caller has asked for before.
+Known = dict[frozenset[tuple[str, Any]], Layout | None]
+
+
+def with_options(
+    config: Config, options: dict[str, Any], known: Known | None = None
+) -> Layout | None:
     """Return the layout with these options, the others plain; None if a run cannot have it.
 
-    Where micro-batches of the plain size do not divide the batch, they have one sample.
+    Where micro-batches of the plain size do not divide the batch, they have one sample. known: of
+    the same config, filled here: four of five draws have been drawn before.
     """
     if "micro_batch_size" not in options:
         plain = VALUES["micro_batch_size"][0]
-        layout = with_options(config, options | {"micro_batch_size": plain})
-        return layout or with_options(config, options | {"micro_batch_size": 1})
+        layout = with_options(config, options | {"micro_batch_size": plain}, known)
+        return layout or with_options(config, options | {"micro_batch_size": 1}, known)
     values = {name: of[0] for name, of in VALUES.items()} | dict.fromkeys(AXES, 1) | options
     tp, replicas = values["tp"], values["dp"] * values["cp"]
     if config.model.experts == 1:
@@ -375,7 +383,15 @@ def with_options(config: Config, options: dict[str, Any]) -> Layout | None:
         values["recompute_layers"] = None
     if values["pp"] == 1:
         values |= {"schedule": "1f1b", "partition": "balanced"}
-    layout = _with_effect(config, Layout(**values))
+    known = {} if known is None else known
+    asked = frozenset(values.items())
+    if asked not in known:
+        known[asked] = _valid(config, _with_effect(config, Layout(**values)))
+    return known[asked]
+
+
+def _valid(config: Config, layout: Layout) -> Layout | None:
+    """Return a layout, or None if a run cannot have it."""
     try:
         validation.check(dataclasses.replace(config, layout=layout), ranks_of(layout))
     except UserError:
@@ -398,11 +414,17 @@ def _with_effect(config: Config, layout: Layout) -> Layout:
 
 
 def _drawn(
-    config: Config, ranks: int, chance: random.Random, fixed: dict[str, Any], alone: bool = False
+    config: Config,
+    ranks: int,
+    chance: random.Random,
+    fixed: dict[str, Any],
+    alone: bool = False,
+    known: Known | None = None,
 ) -> Layout | None:
     """Return a random layout with the `fixed` options, or None if the run cannot have it.
 
-    alone: other options are plain, but for those without which others do nothing (NEEDED).
+    alone: other options are plain, but for those without which others do nothing (NEEDED). known:
+    see with_options.
     """
     axes = {axis: fixed.get(axis, 0) for axis in AXES}
     free = [axis for axis in AXES if not axes[axis]]
@@ -418,7 +440,7 @@ def _drawn(
         plain, *others = values
         is_plain = alone and name not in NEEDED
         options[name] = plain if is_plain else chance.choice([plain, chance.choice(others)])
-    return with_options(config, options | fixed)
+    return with_options(config, options | fixed, known)
 
 
 def _settings(layout: Layout) -> list[Setting]:

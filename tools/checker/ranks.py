@@ -26,9 +26,11 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from base.errors import UserError
 from config.run_options import Run
-from distributed import local_ranks
+from distributed import local_ranks, placement
 from distributed.context import Context, start
 from distributed.parent_death import end_with_parent
 
@@ -192,6 +194,8 @@ def _meet(run: Run, rank: int, size: int, port: int) -> Context:
     loopback network.
     """
     context = start(local_ranks.become_rank(rank, size, port), run)
+    if placement.threads_asked_for() is None:
+        torch.set_num_threads(1)  # tensors are so small that several threads only wait
     of_rank = [f"node {rank // RANKS_OF_NODE}" for rank in range(context.size)]
     context.node = of_rank[context.rank]
     context.places = [replace(p, node=n) for p, n in zip(context.places, of_rank, strict=True)]
