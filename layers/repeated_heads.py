@@ -72,7 +72,8 @@ def add_parts(
             starts.append(head * rows_of_head + first + own)
         rows = RowsOfRanks(tuple(starts), count, 2, repeated.group if is_repeated else "")
         names.append(f"{part}_{kind}")
-        module.register_parameter(names[-1], factory.parameter(name, shape, rows=rows, **options))
+        parameter = factory.parameter(name, shape, rows=rows, **options)
+        module.register_parameter(names[-1], parameter)
     return names
 
 
