@@ -235,7 +235,7 @@ def _sizes(small: Config, user: Config) -> Iterator[tuple[str, Config, Sequence[
             yield f"{count} kv-heads", dataclasses.replace(small, model=changed), wanted
 
 
-def _mixer_heads(model: ModelShape, keys: int) -> dict[str, int]:
+def _mixer_heads(model: ModelShape, keys: int) -> dict[str, Any]:
     """Return the heads of a mixer of which tp 4 has equal shares; it has key heads in common where
     attention has key/value heads in common.
     """
