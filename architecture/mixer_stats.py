@@ -117,8 +117,7 @@ def channels(model: ModelShape) -> int:
     """Return the channels of the mixer's convolution."""
     if model.mixer == "short_conv":
         return model.hidden
-    keys = 2 * model.mixer_key_heads * model.mixer_key_size
-    return keys + model.mixer_value_heads * model.mixer_value_size
+    return key_columns(model) + model.mixer_value_heads * model.mixer_value_size
 
 
 def matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
@@ -139,6 +138,24 @@ def whole_parameters(model: ModelShape) -> int:
     """Of the parameters of a block's mixer, those of its norm that tp does not divide."""
     scale = tensors(model).get("norm.weight")
     return 0 if scale is None or scale.divided else math.prod(scale.shape)
+
+
+def key_parameters(model: ModelShape) -> int:
+    """Of the parameters of a block's mixer, those of the key heads that value heads share.
+
+    Several tensor ranks have them if there are fewer key heads than ranks.
+    """
+    if model.mixer in ("attention", "short_conv"):
+        return 0
+    of_column = model.hidden + model.mixer_kernel
+    of_column += model.mixer == "mamba2" and model.mixer_conv_bias
+    return key_columns(model) * of_column
+
+
+def key_columns(model: ModelShape) -> int:
+    """Return the columns of queries and keys of all key heads: of b and c in Mamba-2."""
+    has_keys = model.mixer not in ("attention", "short_conv")
+    return has_keys * 2 * model.mixer_key_heads * model.mixer_key_size
 
 
 def core_flops(model: ModelShape) -> float:

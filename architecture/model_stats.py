@@ -184,6 +184,11 @@ def key_value_parameters(model: ModelShape) -> int:
     return width * (model.hidden + model.qkv_bias) + scales
 
 
+def mixer_key_parameters(model: ModelShape) -> int:
+    """Parameters of a mixer's key heads in a block, which tensor ranks may have in common."""
+    return mixer_stats.key_parameters(model) if mixes(model) else 0
+
+
 def mlp_parameters(model: ModelShape) -> int:
     """Parameters of one MLP, which in a mixture of experts is one of a block's experts."""
     up = model.up_width

@@ -123,6 +123,13 @@ class Layout:
         """
         return max(1, self.tp // model.kv_heads) if model.attends else 1
 
+    def key_copies(self, model: ModelShape) -> int:
+        """Return the number of tensor ranks that hold the same key head of a gated delta net.
+
+        Each of them has other value heads of that head.
+        """
+        return max(1, self.tp // model.mixer_key_heads) if model.mixer == "gated_delta_net" else 1
+
     @property
     def stages_per_rank(self) -> int:
         """The pipeline stages on each rank of pp; several are virtual stages."""

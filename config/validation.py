@@ -233,7 +233,7 @@ def _check_mixer_ranks(model: ModelShape, layout: Layout) -> None:
     tp, heads, name = layout.tp, model.mixer_key_heads, "mixer_key_heads"
     if model.mixer == "short_conv":
         heads, name = model.hidden, "hidden"
-    if model.mixer == "mamba2":
+    if model.mixer in ("mamba2", "gated_delta_net"):  # tensor ranks may have key heads in common
         if model.mixer_value_heads % tp:
             raise LayoutError(
                 f"tp({tp}) does not divide mixer_value_heads({model.mixer_value_heads})"
@@ -559,6 +559,12 @@ def check_joint_matrices(model: ModelShape, layout: Layout, training: Training) 
             f"muon_qkv joint updates q, k and v as one matrix, but with kv-heads({model.kv_heads}) "
             f"and tp({layout.tp}) ranks hold k and v apart from q, as copies: use muon_qkv "
             f"projection, or --tp {model.kv_heads}"
+        )
+    if joint and layout.key_copies(model) > 1:
+        raise LayoutError(
+            f"muon_qkv joint updates q, k and v as one matrix, but with mixer_key_heads"
+            f"({model.mixer_key_heads}) and tp({layout.tp}) ranks hold q and k apart from v, as "
+            f"copies: use muon_qkv projection, or --tp {model.mixer_key_heads}"
         )
 
 

@@ -19,11 +19,14 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import numpy as np
 
 from architecture import block_kinds, dispatch
+from architecture.mixer_stats import key_columns
 from architecture.model_stats import (
     block_parameters,
     key_value_parameters,
     key_value_width,
     mean_of_blocks,
+    mixer_key_parameters,
+    mixes,
     mlp_parameters,
     whole_weights,
 )
@@ -153,12 +156,14 @@ class Job(NamedTuple):
         """The number of parameters of a block on one tensor rank, as if tp divided the norms too.
 
         tp divides all matrices but those that make the latents of latent attention, and repeats
-        those of key/value heads that are fewer than its ranks.
+        those of key/value heads, or of a mixer's key heads, that are fewer than its ranks.
         """
         whole = mean_of_blocks(self.model, whole_weights)
         keys_and_values = mean_of_blocks(self.model, key_value_parameters)
+        keys = mean_of_blocks(self.model, mixer_key_parameters)
         divided = self.block_parameters - whole
-        return divided / self.layout.tp + whole + keys_and_values * self.repeated_share
+        repeated = keys_and_values * self.repeated_share + keys * self.repeated_keys
+        return divided / self.layout.tp + whole + repeated
 
     @property
     def repeated_share(self) -> Column:
@@ -166,11 +171,24 @@ class Job(NamedTuple):
         return np.maximum(0.0, 1.0 / self.model.kv_heads - 1.0 / self.layout.tp)
 
     @property
+    def repeated_keys(self) -> Column:
+        """What a rank has of all key heads of a mixer beyond 1 / tp of them.
+
+        Of a gated delta net it has the key head of its value heads, of Mamba-2 all of them.
+        """
+        heads, tp = self.model.mixer_key_heads, self.layout.tp
+        if self.model.mixer == "mamba2":
+            return np.where(np.equal(heads % tp, 0), 0.0, 1.0 - 1.0 / tp)
+        return np.maximum(0.0, 1.0 / heads - 1.0 / tp)
+
+    @property
     def repeated_columns(self) -> Column:
         """The columns of keys and values on a rank beyond 1 / tp of all, in blocks that are alike.
 
-        They are none if tp divides the key/value heads.
+        They are none if tp divides the key/value heads, or the key heads of a mixer.
         """
+        if mixes(self.model):
+            return np.int64(np.rint(key_columns(self.model) * self.repeated_keys))
         return np.int64(np.rint(key_value_width(self.model) * self.repeated_share))
 
     @property

@@ -306,7 +306,11 @@ def communicators(job: Job) -> tuple[Column, Column]:
     stage = tp & np.greater(job.shards, 1) & (job.training.optimizer == "muon")
     free = free + stage
     limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks
-    limited = limited + kv_copies
+    # So have those with the same key head of a mixer, unless they have one for attention.
+    mixer_heads = job.model.mixer_key_heads
+    key_copies = np.greater(layout.tp, mixer_heads) & (job.model.mixer == "gated_delta_net")
+    same = has_copies & (mixer_heads == job.model.kv_heads)
+    limited = limited + kv_copies + (key_copies & (mixer_heads > 1) & ~same)
     return free, limited
 
 

@@ -9,6 +9,8 @@ have been compared with no measured row: the rates are those of fp32 products. A
 model whose blocks all have the mixer.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from architecture.mixer_stats import CHUNK, channels, core_flops, matrices
@@ -21,14 +23,27 @@ LAUNCHES = 3  # of a chunk, one after the other: its state passes to the next on
 BACKWARD = 2.0  # backward has two products for each one of the forward pass
 
 
-# How many numbers of a token are kept between a mixer's matrices in fp32 at least: of a value head
-# its scores in a chunk, its values and its keys, and of a key head its keys. They are counted from
-# the tensors that torch keeps.
+class Kept(NamedTuple):
+    """How many numbers of a token are kept between a mixer's matrices, by their sizes.
+
+    In fp32 at least: rows of scores, values, keys and states of a value head, keys and queries of a
+    key head, and single numbers of a value head. results: values of a head in computing precision.
+    They are counted from the tensors that torch keeps (tests/test_mixers.py).
+    """
+
+    scores: int
+    values: int
+    keys: int
+    states: int
+    of_key_heads: int
+    single: int
+    results: int
+
+
 KEPT = {
-    "gated_delta_net": (6, 9, 7, 4),
-    "kda": (3, 8, 14, 0),
-    "mamba2": (3, 7, 5, 0),
-    "short_conv": (0, 0, 0, 0),
+    "gated_delta_net": Kept(6, 7, 5, 2, 4, 10, 3),
+    "kda": Kept(3, 6, 13, 2, 0, 5, 3),
+    "mamba2": Kept(3, 6, 4, 2, 2, 6, 2),
 }
 
 
@@ -95,22 +110,59 @@ def moved_numbers(job: Job) -> Pass:
 def kept_bytes(job: Job, inner: Column) -> Column:
     """Return the bytes that a mixer keeps of a micro-batch on one rank, without its input.
 
-    inner: whether what is between its matrices is kept, which recomputation makes again. Most of it
-    are the scores of each chunk and value head, and numbers of its keys and values.
+    inner: whether what is between its matrices is kept, which recomputation makes again from the
+    first matrices' outputs. Most of it are the scores of each chunk and value head, and numbers of
+    its keys and values. An output that a tensor rank has whole is kept in any case.
     """
-    model = job.model
-    size = min(CHUNK, model.seq_length)
-    g, a = model.mixer_key_heads, model.mixer_value_heads
-    p, r = model.mixer_key_size, model.mixer_value_size
-    *inner_matrices, (_, width, _) = matrices(model)
-    outputs: Column = sum(outs for outs, _, _ in inner_matrices)
-    scores, values, keys, of_key_heads = KEPT[model.mixer]
-    of_chunks = scores * a * size + values * a * r + keys * a * p + of_key_heads * g * p
-    exact = max(EXACT_BYTES, job.number_bytes)
-    has_chunks = model.mixer != "short_conv"
-    between = job.number_bytes * 2 * channels(model)
-    between += exact * (has_chunks * channels(model) + of_chunks)
-    if model.mixer == "kda":  # the outputs are joined, and are kept only to be computed with again
-        outputs = np.where(inner, p + r, outputs + p + r)
-    kept = job.number_bytes * (outputs + width)
-    return job.tokens / job.layout.tp * (kept + np.where(inner, between, 0.0))
+    model, tp = job.model, job.layout.tp
+    *first, (_, width, _) = matrices(model)
+    outputs = sum(outs for outs, _, divided in first if divided) / tp + job.repeated_columns
+    whole = sum(outs for outs, _, divided in first if not divided)
+    again = job.number_bytes * (outputs + width / tp)
+    if model.mixer == "short_conv":  # the input of the convolution and its result
+        between = again + job.number_bytes * 2 * channels(model) / tp
+    else:
+        between = _between(job)
+    return job.tokens * (np.where(inner, between, again) + job.number_bytes * whole)
+
+
+def _between(job: Job) -> Column:
+    """Return the bytes of a token that a mixer with states keeps between its matrices."""
+    model, tp = job.model, job.layout.tp
+    kept = KEPT[model.mixer]
+    heads, p, r = model.mixer_value_heads / tp, model.mixer_key_size, model.mixer_value_size
+    keys = 2 * p * np.maximum(1.0, model.mixer_key_heads / tp)  # with queries, of this rank's heads
+    convolved = keys + heads * r
+    # A rank that gets states has two segments of a sample, and further columns of their states and
+    # of what is written: those of the transition.
+    segmented = np.greater(job.cp, 1) & ~np.equal(job.layout.cp_mixer, "heads")
+    length = np.where(segmented, model.seq_length / np.maximum(1, 2 * job.cp), model.seq_length)
+    size = np.minimum(CHUNK, length)
+    filled = np.ceil(length / size) * size / length  # the last chunk of a segment has zeros
+    of_head = kept.scores * size + kept.values * r + kept.keys * p + kept.states * p * r / size
+    if model.mixer == "mamba2":
+        more = p * r / size
+    else:
+        more = (2 * p + r) * (1 + p / size)
+    of_head = of_head + np.where(segmented, more, 0.0)
+    of_chunks = heads * of_head + kept.of_key_heads * keys / 2
+    exact = max(EXACT_BYTES, job.number_bytes) * (
+        convolved + filled * of_chunks + kept.single * heads
+    )
+    if job.number_bytes >= EXACT_BYTES:  # a gate may be a view of all outputs, which are then kept
+        exact = exact + job.number_bytes * heads * _beside_gate(job)
+    return exact + job.number_bytes * (2 * convolved + kept.results * heads * r)
+
+
+def _beside_gate(job: Job) -> Column:
+    """Return of how many outputs of a head beside its gate the gate is a view in fp32.
+
+    In a gated delta net it is a copy where value heads of one rank share a key head.
+    """
+    model, p, r = job.model, job.model.mixer_key_size, job.model.mixer_value_size
+    if model.mixer == "mamba2":
+        return r + 1
+    if model.mixer == "kda":
+        return 0
+    of_key_head = model.mixer_value_heads / np.maximum(model.mixer_key_heads, job.layout.tp)
+    return np.where(of_key_head > 1, 0, 2 * p + r + 2)

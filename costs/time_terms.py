@@ -108,11 +108,12 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     # parallelism a rank then multiplies a whole matrix with its own tokens only. Of key/value heads
     # that are fewer than tensor ranks, several ranks compute the same.
     *inner, (_, width, _) = mixer_matrices(model) or [(0, 0, True)]
+    repeated = [0] * (len(inner) - 1) + [job.repeated_columns]  # the last one is that of keys
     sizes = [
-        (job.tokens, outs // t + job.repeated_columns, ins, 1)
+        (job.tokens, outs // t + more, ins, 1)
         if divided
         else (job.tokens // job.sequence_shards, outs, ins, 1)
-        for outs, ins, divided in inner
+        for (outs, ins, divided), more in zip(inner, repeated)
     ]
     if width:
         sizes.append((job.tokens, h, width // t, 1))

@@ -58,8 +58,8 @@ HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
 # has joined, and messages of both groups run at once: one that finds no free SM would never begin.
 # Four CTAs move about 80 GB/s, more than a network link.
 # Gradients (dp, replicas, expert replicas): they are reduced during the backward pass, which needs
-# the other SMs. kv copies, tied: a few gradients a step. world: a few numbers a step; each CTA
-# takes memory.
+# the other SMs. kv copies, key copies, tied: a few gradients a step. world: a few numbers a step;
+# each CTA takes memory.
 # Two, four and 16 of a GPU's 132 SMs are estimates from published rates, not measured.
 MOST_CTAS = {
     "forward": 4,
@@ -68,6 +68,7 @@ MOST_CTAS = {
     "replicas": 16,
     "expert replicas": 16,
     "kv copies": 16,
+    "key copies": 16,
     "tied": 16,
     "world": 2,
 }

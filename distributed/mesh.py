@@ -33,7 +33,7 @@ from watchdog.flight_recorder import FlightRecorder
 # The attributes of Mesh that are groups; the pre-flight tries them in this order. In a layout that
 # does not need one of them it is another group or this rank alone.
 ROLES = (
-    *("tp", "cp", "dp", "replicas", "heads", "kv", "kv_copies"),
+    *("tp", "cp", "dp", "replicas", "heads", "kv", "kv_copies", "key_copies"),
     *("experts", "experts_across", "experts_within", "expert_replicas", "stage"),
     *("forward", "backward", "tied", "world"),
 )
@@ -47,7 +47,7 @@ class Mesh:
     different tokens (dp and cp together). heads: the ranks of cp among which the attention heads
     are divided. kv: the ranks of cp that hold the same heads and gather their keys and values.
     kv_copies: the neighbouring ranks of tp that hold the same key/value head, if tp is a multiple
-    of the number of heads; else this rank alone.
+    of the number of heads; else this rank alone. key_copies: the same of the key heads of a mixer.
     experts: the neighbouring ranks of dp x cp x tp among which a block's experts are divided, and
     expert_replicas: the ranks that hold the same experts and see different tokens.
     experts_across, experts_within: the ranks of `experts` with the same place on their nodes, in
@@ -70,6 +70,7 @@ class Mesh:
         whole_stages: bool = False,
         sends_once: Callable[[int], bool] = lambda nodes: False,
         kv_copies: int = 1,
+        key_copies: int = 1,
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
@@ -79,7 +80,8 @@ class Mesh:
         and the last rank of a pipeline have copies of one matrix; if not, no group is made of them.
         whole_stages: whether all ranks of a stage need a group (`stage`).
         sends_once: whether a group of experts on so many nodes sends a token once to each of them.
-        kv_copies: the number of tensor ranks with the same key/value head.
+        kv_copies, key_copies: the number of tensor ranks with the same key/value head of attention,
+        and with the same key head of a mixer.
         Raise ValueError if the product of the axes is not the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
@@ -94,7 +96,11 @@ class Mesh:
 
         # The groups of every role are made in this order on all ranks.
         self._context = context
-        self._make_groups_in_stages(over_heads, kv_copies)
+        self._make_groups_in_stages(over_heads)
+        self.kv_copies = self._copies(kv_copies, "kv copies")
+        self.key_copies = self.kv_copies
+        if key_copies != kv_copies:
+            self.key_copies = self._copies(key_copies, "key copies")
         self._make_groups_of_experts(ep, sends_once)
         self.stage = self.replicas
         if whole_stages and self.tp.size > 1:
@@ -114,27 +120,29 @@ class Mesh:
         """Make all groups of a role along the named axes; return the one with this rank."""
         return self._own_group(rows_along(self.axes, names), role)
 
-    def _make_groups_in_stages(self, over_heads: int, kv_copies: int) -> None:
-        """Make the groups of ranks with the same stages, without those of experts."""
+    def _make_groups_in_stages(self, over_heads: int) -> None:
+        """Make the groups along tp, cp and dp, and those of attention over cp."""
         self.tp = self._along("tp", "tp")
         self.cp = self._along("cp", "cp")
         self.dp = self._along("dp", "dp")
         self.replicas = self.dp
         if self.cp.size > 1:
             self.replicas = self._along("replicas", "dp", "cp")
-        alone = Group((self.rank,))
-        self.heads = alone
+        self.heads = Group((self.rank,))
         self.kv = self.cp
         if over_heads > 1:
             rows_of_cp = rows_along(self.axes, ("cp",))
             self.heads = self._own_group(_neighbours(rows_of_cp, over_heads), "heads")
             self.kv = self._own_group(_same_places(rows_of_cp, over_heads), "kv")
-        self.kv_copies = alone
-        if kv_copies == self.tp.size:
-            self.kv_copies = self.tp
-        elif kv_copies > 1:
-            rows_of_tp = rows_along(self.axes, ("tp",))
-            self.kv_copies = self._own_group(_neighbours(rows_of_tp, kv_copies), "kv copies")
+
+    def _copies(self, count: int, role: str) -> Group:
+        """Return the group of the `count` neighbouring tensor ranks that hold the same head."""
+        if count == 1:
+            return Group((self.rank,))
+        if count == self.tp.size:
+            return self.tp
+        rows_of_tp = rows_along(self.axes, ("tp",))
+        return self._own_group(_neighbours(rows_of_tp, count), role)
 
     def _make_groups_of_experts(self, ep: int, sends_once: Callable[[int], bool]) -> None:
         """Make the groups among which experts are divided; the arguments are those of Mesh."""
@@ -243,4 +251,5 @@ def mesh_of_run(config: Config, context: Context | None) -> Mesh:
         whole_stages=config.training.optimizer == "muon",
         sends_once=partial(dispatch.sends_once, config.model),
         kv_copies=layout.kv_copies(config.model),
+        key_copies=layout.key_copies(config.model),
     )

@@ -3,7 +3,7 @@
 attention         multi-head attention with KV heads; its parameters and kernels
 attention_masks   which keys a query sees: causal, documents, windows, prefixes
 local_attention   windows, softcaps and sinks of single blocks
-repeated_heads    KV heads that several tensor ranks hold
+repeated_heads    KV heads, or key heads of a mixer, that several tensor ranks hold
 latent_attention  multi-head latent attention (MLA)
 rotary            RoPE; rotary_scaling: linear, Llama 3, YaRN, LongRoPE
 mixers            what may be in the place of attention, and what it needs of a micro-batch

@@ -13,39 +13,42 @@ from torch import Tensor
 
 from architecture.shape import ModelShape
 from layers.linear_recurrence import linear_recurrence
-from layers.mixer_parameters import add_decays, conv_weight
+from layers.mixer_parameters import add_decays
 from layers.recurrent_mixer import Inputs, MixerWeights, RecurrentMixer, Segment, exact
 from parallel import ParamFactory, RowLinear
 
 
 class DeltaMixer(RecurrentMixer):
-    """A mixer by the delta rule; a subclass has `project` and `run`, and the matrices before.
+    """A mixer by the delta rule; a subclass has `project`, `run`, `conv_taps`, the matrices before.
 
     In what it projects, the convolution's inputs are the first columns of each head: `channels`.
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, channels: int, recompute: bool):
-        """Take the settings. channels: of a head in the convolution."""
+        """Take the settings. channels: of a head in the convolution, on this rank."""
         super().__init__(factory, model.mixer_kernel, recompute)
         self.channels = channels
         self.sizes = model.mixer_key_size, model.mixer_value_size
         self.eps = model.mixer_norm_eps or model.norm_eps
 
     def add_head_parameters(
-        self, name: str, model: ModelShape, std: float, key_heads: int, steps: tuple[int, ...]
+        self, name: str, model: ModelShape, std: float, steps: tuple[int, ...]
     ) -> None:
-        """Make taps, decays, the norm and the output matrix. std: of that matrix. key_heads: in the
-        convolution. steps: the shape of dt_bias.
+        """Make decays, the norm and the output matrix. std: of that matrix. steps: the shape of
+        dt_bias.
         """
         factory, heads, r = self.factory, model.mixer_value_heads, model.mixer_value_size
-        self.conv = conv_weight(factory, f"{name}.conv", (key_heads, self.channels, self.taps))
         self.a_log, self.dt_bias = add_decays(factory, name, (heads,), steps)
         self.norm = factory.parameter(f"{name}.norm.weight", (r,), fill=1.0, partial=True)
         self.out = RowLinear(factory, f"{name}.out", heads * r, model.hidden, std, model.bias)
 
+    def conv_taps(self) -> Tensor:
+        """Return the convolution's taps: (heads, channels, taps), or (all channels, taps)."""
+        raise NotImplementedError
+
     def weights(self) -> MixerWeights:
         """Return the convolution's taps, a_log and dt_bias, and the norm's scale."""
-        return MixerWeights((self.conv, self.a_log, self.dt_bias), (self.norm,))
+        return MixerWeights((self.conv_taps(), self.a_log, self.dt_bias), (self.norm,))
 
     def conv_inputs(self, inputs: Inputs) -> Tensor:
         """Return q, k and v of each head: (s, b, channels)."""
@@ -53,7 +56,7 @@ class DeltaMixer(RecurrentMixer):
 
     def convolved(self, inputs: Inputs, weights: MixerWeights, segment: Segment) -> Tensor:
         """Return q, k and v of each head after the convolution: (s, b, heads, columns)."""
-        qkv = F.silu(segment.convolve(weights.divided[0].flatten(0, 1)))
+        qkv = F.silu(segment.convolve(weights.divided[0].flatten(0, -2)))
         return exact(qkv).unflatten(2, (inputs[0].shape[2], -1))
 
     def recur(

@@ -20,6 +20,7 @@ from torch import Tensor
 from architecture.shape import ModelShape
 from layers.delta_mixer import DeltaMixer
 from layers.latent_attention import WholeLinear
+from layers.mixer_parameters import conv_weight
 from layers.recurrent_mixer import Inputs, MixerWeights, Segment, exact
 from parallel import ColumnLinear, Matrices, ParamFactory
 
@@ -48,7 +49,12 @@ class KimiDeltaAttention(DeltaMixer):
         self.gate = ColumnLinear(
             factory, f"{name}.gate", r, (heads, r), 0, False, of_heads, "input"
         )
-        self.add_head_parameters(name, model, std, heads, (heads, p))
+        self.conv = conv_weight(factory, f"{name}.conv", (heads, self.channels, self.taps))
+        self.add_head_parameters(name, model, std, (heads, p))
+
+    def conv_taps(self) -> Tensor:
+        """Return the convolution's taps, (a, channels, taps)."""
+        return self.conv
 
     def project(self, x: Tensor) -> Inputs:
         """Return q, k, v, b, f and z of each head side by side, (s, b, a, 3 p + 2 r + 1)."""

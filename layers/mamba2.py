@@ -23,7 +23,7 @@ from architecture.multipliers import OF_MIXER
 from architecture.shape import ModelShape
 from distributed.collectives import spread_to_tp, sum_both_ways
 from layers.linear_recurrence import linear_recurrence
-from layers.mixer_parameters import add_decays, conv_weight
+from layers.mixer_parameters import add_decays, conv_options, conv_weight
 from layers.recurrent_mixer import Inputs, MixerWeights, RecurrentMixer, Segment, exact
 from parallel import Matrices, ParamFactory, RowLinear, linear
 
@@ -65,11 +65,9 @@ class Mamba2(RecurrentMixer):
             f"{name}.keys.weight", (groups, 2 * p, h), std=factory.std, decay=True, matrices=members
         )
         self.conv = conv_weight(factory, f"{name}.conv", (heads, r, self.taps))
-        taps_std = factory.std and (3 * self.taps) ** -0.5
         shape = groups, 2 * p, self.taps
-        self.conv_keys = of_groups(
-            f"{name}.conv_keys", shape, std=taps_std, decay=True, role="vector"
-        )
+        taps_options = conv_options(factory, self.taps)
+        self.conv_keys = of_groups(f"{name}.conv_keys", shape, **taps_options)
         self.conv_bias = self.conv_keys_bias = None
         if model.mixer_conv_bias:
             self.conv_bias = factory.parameter(f"{name}.conv_bias", (heads, r), dim=0)

@@ -1,6 +1,7 @@
 """The parameters of mixers that no normal distribution with mean 0 gives: decays and taps."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +10,16 @@ from parallel import ParamFactory
 
 
 def conv_weight(factory: ParamFactory, name: str, shape: tuple[int, ...]) -> nn.Parameter:
-    """Return the taps of a causal convolution, (..., taps), which tp divides along dimension 0.
+    """Return the taps of a causal convolution, (..., taps), which tp divides along dimension 0."""
+    return factory.parameter(name, shape, dim=0, **conv_options(factory, shape[-1]))
+
+
+def conv_options(factory: ParamFactory, taps: int) -> dict[str, Any]:
+    """Return the options of ParamFactory.parameter for the taps of a convolution.
 
     Their deviation is that of uniform numbers up to 1 / sqrt(taps), as torch draws them.
     """
-    std = factory.std and (3 * shape[-1]) ** -0.5
-    return factory.parameter(name, shape, std=std, dim=0, decay=True, role="vector")
+    return {"std": factory.std and (3 * taps) ** -0.5, "decay": True, "role": "vector"}
 
 
 def add_decays(

@@ -123,7 +123,9 @@ def differing_replicas(
         differences += _compare(name, mesh.group(role), replicated)
     # Tensors that are not split are compared over tp, those of key/value heads that several tensor
     # ranks have over these ranks, and tied matrices over their two stages.
-    for role, name in {"tp": "tp", "kv_copies": "the tensor ranks with the same KV head"}.items():
+    held_by = {"tp": "tp", "kv_copies": "the tensor ranks with the same KV head"}
+    held_by["key_copies"] = "the tensor ranks with the same key head of a mixer"
+    for role, name in held_by.items():
         held = {key: hashes[key] for key in hashes if key[0].held_by == role}
         differences += _compare(name, mesh.group(role), held)
     tied = {key: hashes[key] for key in hashes if key[0].tied}

@@ -42,7 +42,7 @@ WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # kinds of waits, in the ord
 # The kind of wait by the role of the group that is waited for; groups with other roles send between
 # pipeline stages and count as "p2p".
 ROLE_WAITS = {"tp": "tp", "cp": "cp", "dp": "dp", "replicas": "dp", "tied": "tied"}
-ROLE_WAITS |= {"heads": "cp", "kv": "cp", "kv copies": "tp", "world": "world"}
+ROLE_WAITS |= {"heads": "cp", "kv": "cp", "kv copies": "tp", "key copies": "tp", "world": "world"}
 
 
 class StepTimes(Observer):

@@ -36,6 +36,7 @@ ROLES = (
     "heads",
     "kv",
     "kv_copies",
+    "key_copies",
     "dp",
     "replicas",
     "experts",

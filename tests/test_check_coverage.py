@@ -118,6 +118,21 @@ def test_every_size_of_an_axis_runs_and_pairs_of_sizes_that_fit(tmp_path, words)
         assert any(layout.tp == 4 and layout.sequence_parallel for layout in every)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 8])
+@pytest.mark.parametrize("mixer", ["gated_delta_net", "kda", "mamba2"])
+def test_four_tensor_ranks_divide_the_heads_of_a_mixer(tmp_path, mixer, kv_heads):
+    """A gated delta net has fewer key heads there, as a model may that has fewer of them."""
+    words = f"{LLAMA} --kv-heads {kv_heads} --set mixer={mixer} mixer_blocks=3:1"
+    made = plan(
+        tmp_path, f"{words} mixer_value_heads=16 mixer_key_heads={16 if mixer == 'kda' else 8}"
+    )
+    pairs = [(made.small, made.layouts)] + [(each.config, each.layouts) for each in made.others]
+    models = [config.model for config, layouts in pairs if any(x.tp == 4 for x in layouts)]
+    assert models
+    if mixer != "kda":
+        assert any(model.mixer_key_heads < 4 for model in models)
+
+
 @pytest.mark.parametrize("words", [GPT, LLAMA, FEW_HEADS], ids=["gpt", "llama", "two heads"])
 def test_a_group_of_three_or_four_ranks_gathers_keys(tmp_path, words):
     """It has as many ranks as cp does not share with the KV heads of a rank."""

@@ -1,4 +1,4 @@
-"""Fewer key/value heads than tensor ranks: several ranks hold the same head.
+"""Fewer key/value heads, or key heads of a mixer, than tensor ranks: several ranks hold the same.
 
 If these failed, a model with few key/value heads would be another one at a larger --tp.
 """
@@ -15,6 +15,8 @@ from config import validation
 
 MODEL = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
 MODEL |= {"kv_heads": 2, "precision": "fp64", "qkv_bias": True}
+MIXER = {"mixer": "gated_delta_net", "mixer_blocks": "1:1", "mixer_key_heads": 2}
+MIXER |= {"mixer_value_heads": 4, "mixer_key_size": 6, "mixer_value_size": 4}
 
 
 @pytest.mark.slow
@@ -23,7 +25,7 @@ def test_layouts_equal_the_single_rank_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [{"qk_norm": "full", "attention_gate": True}, {"optimizer": "muon", "ema": 0.9}]
+    "more", [{"qk_norm": "full", "attention_gate": True}, MIXER | {"optimizer": "muon", "ema": 0.9}]
 )
 def test_a_checkpoint_is_resumed_with_and_without_repeated_heads(tmp_path, more):
     """What four ranks have of two heads is saved once, and is all of it."""
@@ -33,7 +35,7 @@ def test_a_checkpoint_is_resumed_with_and_without_repeated_heads(tmp_path, more)
 
 
 def test_decoding_is_that_of_one_rank(tmp_path):
-    layouts = [{"tp": 4}, {"tp": 4, "sequence_parallel": True, "attention_gate": True}]
+    layouts = [{"tp": 4, **MIXER}, {"tp": 4, "sequence_parallel": True, "attention_gate": True}]
     layouts += [{"tp": 2, "pp": 2, "kv_heads": 1}, {"tp": 4, "window": 5, "window_blocks": "1:1"}]
     cases = [MODEL | layout for layout in layouts]
     results = results_of("tests/sample_worker.py", 4, [{"run": case} for case in cases], tmp_path)
@@ -58,6 +60,10 @@ def test_decoding_is_that_of_one_rank(tmp_path):
         (
             {"tp": 4, "optimizer": "muon", "muon_qkv": "joint"},
             r"muon_qkv joint updates .* kv-heads\(2\) and tp\(4\)",
+        ),
+        (
+            MIXER | {"tp": 4, "kv_heads": 4, "optimizer": "muon", "muon_qkv": "joint"},
+            r"muon_qkv joint updates .* mixer_key_heads\(2\) and tp\(4\)",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from architecture.shape import ModelShape
 from base.errors import UserError
 from config import validation
 from config.schema import Config, Layout
@@ -230,7 +231,19 @@ def _sizes(small: Config, user: Config) -> Iterator[tuple[str, Config, Sequence[
     for count, wanted in wanted_of.items():
         if user.model.kv_heads >= count and model.kv_heads != count:
             changed = dataclasses.replace(model, heads=count * queries, kv_heads=count)
+            changed = dataclasses.replace(changed, **_mixer_heads(model, count))
             yield f"{count} kv-heads", dataclasses.replace(small, model=changed), wanted
+
+
+def _mixer_heads(model: ModelShape, keys: int) -> dict[str, Any]:
+    """Return the heads of a mixer of which tp 4 has equal shares; it has key heads in common where
+    attention has key/value heads in common.
+    """
+    if model.mixer == "attention":
+        return {}
+    values = KV_HEADS * (model.mixer_value_heads // model.mixer_key_heads)
+    keys = values if model.mixer == "kda" else min(keys, model.mixer_key_heads)
+    return {"mixer_key_heads": keys, "mixer_value_heads": values}
 
 
 def _is_possible(config: Config) -> bool:
