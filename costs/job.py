@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -44,12 +44,12 @@ class Columns(Layout):
     `sequence_parallel` is True or False in all layouts. In fields of numbers, -1 stands for None.
     """
 
-    @property
+    @cached_property  # formulas ask for it again and again
     def splits_backward(self) -> Any:
         """Whether the schedule of each layout splits backward passes: booleans, (layouts,)."""
         return np.char.startswith(cast(Any, self.schedule), "zb")
 
-    @property
+    @cached_property
     def stages_per_rank(self) -> Any:
         """The number of stages that a rank of each layout holds: integers, (layouts,)."""
         is_v_shaped = np.char.endswith(cast(Any, self.schedule), "-v")

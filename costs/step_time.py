@@ -87,7 +87,7 @@ def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Predict
     samples = job.training.global_batch_size
     per_gpu = seconds * job.gpus  # the GPU-seconds of a step
     flops = model_flops(model, samples)
-    block = float(block_passes(job).forward.forward)
+    block = float(layout_passes(job).block.forward)
     return Prediction(
         seconds=seconds,
         interval=risk.interval(job, seconds, block),
@@ -174,6 +174,12 @@ def passes_of(job: Job) -> Passes:
     return Passes(blocks.forward, blocks.backward, embedding, head)
 
 
+@lru_cache(maxsize=4096)  # a prediction asks for them twice
+def layout_passes(job: Job) -> Passes:
+    """Return the result of `passes_of` for one layout."""
+    return passes_of(job)
+
+
 def block_pass(job: Job) -> Pass:
     """Return the seconds of one micro-batch through a block with the layout's --recompute."""
     return block_passes(job).backward
@@ -211,7 +217,7 @@ def stage_passes(job: Job) -> tuple[Pass, ...]:
     layout = job.layout
     specs = specs_of(job)
     redone = np.array([layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs])
-    stages = through(passes_of(job), Parts.of(specs), redone)
+    stages = through(layout_passes(job), Parts.of(specs), redone)
     return tuple(map(Pass, stages.forward.tolist(), stages.backward.tolist()))
 
 

@@ -43,27 +43,30 @@ def list_rows(rank_of: Sequence[int], micro_batches: int, limit: int) -> list[li
     first_weights = 2 * first_backward
     left = 3 * first_backward
 
-    def choice(rank: int) -> tuple[str, int]:
+    def choice(stages: list[int], held: int) -> tuple[str, int]:
         """Return the kind and the stage of the action that a rank starts, or ("", 0) if none.
 
         Every B comes before every F. Among passes of one kind, the last stage comes first. An F
-        starts only if its activations fit; a B takes no further memory.
+        starts only if its activations fit; a B takes no further memory. stages: the rank's. held:
+        the activations that it holds.
         """
-        for stage in own[rank]:
+        for stage in stages:
             if backward[stage] < backward[stage + 1]:
                 return "B", stage
-        for stage in own[rank]:
-            if forward[stage] < forward[stage - 1] and held[rank] <= room[stage]:
+        for stage in stages:
+            if forward[stage] < forward[stage - 1] and held <= room[stage]:
                 return "F", stage
         # No B and no F can start, so the rank does a W, in the stage that has done the fewest.
-        with_weights_to_do = [stage for stage in own[rank] if weights[stage] < backward[stage]]
-        if not with_weights_to_do:
-            return "", 0
-        return "W", min(with_weights_to_do, key=weights.__getitem__)
+        fewest, found = micro_batches, ("", 0)
+        for stage in stages:
+            done = weights[stage]
+            if done < fewest and done < backward[stage]:
+                fewest, found = done, ("W", stage)
+        return found
 
     while left:
         # Every rank that can starts an action, by what was done before this unit of time.
-        chosen = list(map(choice, ranks))
+        chosen = list(map(choice, own, held))
         for rank, (kind, stage) in enumerate(chosen):
             # A stage does the passes of a kind in the order of micro-batches, so the number of
             # passes that it has done is the micro-batch of this one.

@@ -51,7 +51,7 @@ def test_a_budget_takes_its_gpu_hours_and_the_tokens_of_the_law():
     # with 20 tokens a parameter, twice the FLOPs are root two times the parameters
     for less, more in ((half, best), (best, twice)):
         assert more["parameters"] / less["parameters"] == pytest.approx(math.sqrt(2), rel=0.12)
-        assert more["loss"] < less["loss"]
+        assert more["loss_nats"] < less["loss_nats"]
     assert "gemstones" in answer["other_laws"]
 
 

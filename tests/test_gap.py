@@ -219,11 +219,11 @@ def test_planted_causes_are_found(tmp_path, cause, planted, words, capsys):
     capsys.readouterr()
     plan.main(["gap", str(tmp_path), "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert data["closure"] == pytest.approx(1, abs=0.1)
+    assert data["closure_fraction"] == pytest.approx(1, abs=0.1)
     lines = {row["cause"]: row for row in data["lines"]}
     largest = max(
         (c for c in lines if c not in (*gap.COMPUTING, "bubble")),
-        key=lambda c: lines[c]["measured"],
+        key=lambda c: lines[c]["measured_seconds"],
     )
     assert largest == cause
     if cause == "slow ranks":

@@ -63,10 +63,13 @@ def test_the_loss_of_a_large_run_is_that_of_the_law_of_its_ladder(runs, tmp_path
     data = plan.ask(["ladder", *runs, "--for-run", str(target)]).data
     config = command_line.parse(["--config", str(target)])
     true = E + S * ladder.terms(LAWS["chinchilla"], parameters(config.model), 200_000 * 128, 8)
-    assert (data["e"], data["s"]) == pytest.approx((E, S), rel=0.02)
-    assert data["loss"] == pytest.approx(true, rel=0.005)
-    assert data["low"] < true < data["high"]
-    assert data["high"] - data["low"] >= 2 * ladder.LEAST * data["loss"] * 0.99
+    assert (data["e_nats"], data["s_factor"]) == pytest.approx((E, S), rel=0.02)
+    assert data["loss_nats"] == pytest.approx(true, rel=0.005)
+    assert data["between_nats"][0] < true < data["between_nats"][1]
+    assert (
+        data["between_nats"][1] - data["between_nats"][0]
+        >= 2 * ladder.LEAST * data["loss_nats"] * 0.99
+    )
     assert data["tokens"] == 200_000 * 128
 
 
@@ -77,7 +80,7 @@ def test_more_noise_gives_a_wider_interval(tmp_path):
         folder = tmp_path / f"noise{noise}"
         paths = [str(write_run(folder / n, *size, noise=noise)) for n, size in SIZES.items()]
         data = plan.ask(["ladder", *paths, "--for-run", str(target)]).data
-        widths.append(data["high"] - data["low"])
+        widths.append(data["between_nats"][1] - data["between_nats"][0])
         sigmas.append(data["sigma"])
     assert sigmas[1] > 10 * sigmas[0]
     assert widths[1] > widths[0]
@@ -103,7 +106,7 @@ def test_the_curve_of_the_large_run_ends_at_its_prediction(runs, tmp_path):
     data = plan.ask(words).data
     curve = json.loads(written.read_text())
     assert curve["tokens"][-1] == data["tokens"]
-    assert curve["loss"][-1] == pytest.approx(data["loss"], rel=1e-3)
+    assert curve["loss"][-1] == pytest.approx(data["loss_nats"], rel=1e-3)
     assert curve["tokens"] == sorted(curve["tokens"])
     assert curve["loss"][0] > curve["loss"][-1]
     for low, loss, high in zip(curve["low"], curve["loss"], curve["high"], strict=True):

@@ -119,7 +119,7 @@ def test_stated_runs_and_runs_folders_correct_the_table(tmp_path, capsys):
         data = found.data["measured"]
         assert data["runs"][0]["measured_seconds"] == 14
         assert data["runs"][0]["predicted_seconds"] < data["runs"][0]["corrected_seconds"] < 14
-        assert found.data["ranked"][0]["seconds"] > plain.data["ranked"][0]["seconds"]
+        assert found.data["ranked"][0]["step_seconds"] > plain.data["ranked"][0]["step_seconds"]
         assert f"corrected by {word}" in found.text
     twice = ask("--measured", word, "--measured", "tp 1 pp 4 = 13 s")
     assert len(twice.data["measured"]["runs"]) == 2

@@ -294,7 +294,7 @@ def test_mixtures_of_experts_have_names(name, capsys):
     found = plan.ask(["model", "--model", name]).data
     total, active = MIXTURES_PUBLISHED[name]
     assert found["parameters"] == total
-    assert found["active"] == pytest.approx(active, rel=0.03)
+    assert found["active_parameters"] == pytest.approx(active, rel=0.03)
     assert preset(name).experts > 1
     assert "planned, but not trained here" not in capsys.readouterr().err
 

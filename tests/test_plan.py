@@ -123,8 +123,8 @@ def test_the_first_line_is_a_bet_and_the_fastest_by_the_median_has_its_own():
     first, median = found.data["ranked"][0], found.data["fastest_by_median"]
     assert (first["tp"], first["pp"]) == (8, 16)  # as Llama 3.1 was trained
     assert first["cp"] <= 2
-    assert median["seconds"] < first["seconds"]
-    assert first["quantile"] < median["quantile"]
+    assert median["step_seconds"] < first["step_seconds"]
+    assert first["quantile_seconds"] < median["quantile_seconds"]
     assert {"cp 16", "512 tokens a rank with cp"} < set(median["far"])
     line = next(one for one in found.text.splitlines() if one.startswith("the fastest by the med"))
     assert " ".join(median["flags"]) in line
@@ -145,7 +145,7 @@ def test_the_table_fits_a_terminal(cp, more):
     assert [row.split()[0] for row in rows] == [str(one["tp"]) for one in ranked[:4]]
     assert head.split()[: 4 + bool(cp)] == ["tp", "pp", *["cp"] * bool(cp), "dp", "mbs"]
     assert ("cost/Gtok" in head) == ("ramp-up" in head) == bool(more)
-    most = max(stage["total"] for stage in ranked[0]["memory"]) / 1e9
+    most = max(stage["total_bytes"] for stage in ranked[0]["memory"]) / 1e9
     assert f" {most:.1f} " in rows[0]
     assert [words for one in ranked for words in one["flags"] if words == "--cp"] == (
         ["--cp"] * len(ranked) if cp else []
@@ -188,7 +188,7 @@ def test_what_a_file_gives_is_held(file):
     assert data == flags
     found = ask(f"days --config {file} --nodes 2 --tokens 1e9").data
     assert {name: found["layout"][name] for name in HELD} == HELD
-    assert found["seconds_per_step"] == data["ranked"][0]["seconds"]
+    assert found["step_seconds"] == data["ranked"][0]["step_seconds"]
 
 
 def test_a_flag_wins_over_the_file_and_the_file_over_the_defaults(file):
@@ -197,7 +197,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_defaults(file):
     assert {row["recompute"] for row in ranked} == {"full"}
     half = ask(f"stages --config {file} --precision bf16").data["memory"][0]
     full = ask(f"stages --config {file}").data["memory"][0]
-    assert full["weights"] == 2 * half["weights"] > 0
+    assert full["weights_bytes"] == 2 * half["weights_bytes"] > 0
     assert ask("layouts --model 1b3 --nodes 2").data["global_batch_size"] == 2048
     scheduled = ask("layouts --model 1b3 --batch-schedule 0:64 1B:256").data
     assert scheduled["global_batch_size"] == 256
@@ -256,9 +256,9 @@ def test_the_fewest_nodes_are_those_on_which_layouts_fit(line):
     """One rule of risk and of what fits: fewer nodes have no safe layout, and these have one."""
     data = ask(f"smallest {line}").data
     limit = 0.3 if "--risk" in line else 0.05
-    assert data["risk"] <= limit
+    assert data["risk_fraction"] <= limit
     fits = ask(f"layouts {line} --nodes {data['nodes']} --top 1").data["ranked"]
-    assert fits[0]["risk"] <= limit
+    assert fits[0]["risk_fraction"] <= limit
     if data["nodes"] > 1:
         fewer = ask(f"layouts {line} --nodes {data['nodes'] - 1} --top 1")
         assert not fewer.data["ranked"]
@@ -271,7 +271,7 @@ def test_where_only_risky_layouts_fit_they_are_shown_with_their_risk_and_command
     title, head, *_ = found.text.splitlines()
     assert title.startswith("0 layouts fit on 16 GPUs of a100-40 at a risk of at most 5% (")
     assert "s/step" in head
-    risks = [row["risk"] for row in found.data["risky"]]
+    risks = [row["risk_fraction"] for row in found.data["risky"]]
     assert f"({len(risks)} at {min(risks):.0%} to {max(risks):.0%})" in title
     assert found.text.count("  risk ") >= 5
     assert found.text.count("python train.py --model qwen2.5-32b --tp ") == 5
@@ -283,7 +283,7 @@ def test_where_only_risky_layouts_fit_they_are_shown_with_their_risk_and_command
 def test_compare_stages_and_days_say_their_risk_and_batch():
     shared = ["--model", "176b", "--nodes", "48"]
     found = plan.ask(["compare", "--tp 2 --pp 24", "--tp 4 --pp 12", *shared])
-    assert found.data["a"]["risk"] > 0.05 > found.data["b"]["risk"]
+    assert found.data["a"]["risk_fraction"] > 0.05 > found.data["b"]["risk_fraction"]
     assert "A fits only with a risk above 5%" in found.text
     assert (
         "risk above 40%"
@@ -292,7 +292,7 @@ def test_compare_stages_and_days_say_their_risk_and_batch():
         ).text
     )
     stages = ask("stages --model 176b --nodes 48 --tp 2 --pp 24")
-    assert stages.data["risk"] == found.data["a"]["risk"]
+    assert stages.data["risk_fraction"] == found.data["a"]["risk_fraction"]
     assert "risk of running out of memory: 3" in stages.text
     days = ask("days --model llama-2-7b --gpu h100 --tokens 1e9").text
     assert "global batch 2048 (8.4M tokens a step; the planner's default)" in days
@@ -330,7 +330,7 @@ def test_the_ramp_ups_of_the_notes():
     ways[" --tp 2"] = [(16, 32, 1), (16, 64, 2), (16, 128, 4), (32, 256, 4), (64, 512, 4)]
     for layout, rows in ways.items():
         levels = ask(ramp + layout).data["levels"]
-        found = {level["batch"]: level["allowed"] for level in levels}
+        found = {level["global_batch_size"]: level["allowed"] for level in levels}
         for nodes, batch, micro_batch in rows:
             sizes = {one["nodes"]: one["micro_batches"] for one in found[batch]}
             assert max(sizes[nodes]) == micro_batch
@@ -366,12 +366,12 @@ def test_layouts_above_the_risk_are_listed_apart():
     line = "layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048"
     line += " --schedule 1f1b --top 300"
     careful, bold = ask(line), ask(f"{line} --risk 0.5")
-    assert all(row["risk"] <= 0.05 for row in careful.data["ranked"])
-    assert all(row["risk"] > 0.05 for row in careful.data["risky"])
+    assert all(row["risk_fraction"] <= 0.05 for row in careful.data["ranked"])
+    assert all(row["risk_fraction"] > 0.05 for row in careful.data["risky"])
     assert len(bold.data["ranked"]) > len(careful.data["ranked"])
     assert not bold.data["risky"]
-    faster = [r["seconds"] for r in careful.data["risky"]]
-    assert min(faster) < careful.data["ranked"][0]["seconds"]
+    faster = [r["step_seconds"] for r in careful.data["risky"]]
+    assert min(faster) < careful.data["ranked"][0]["step_seconds"]
     assert "3 of them faster:" in careful.text
     assert "GB less; safe with --tp 4 --pp 12 " in careful.text
     with pytest.raises(UserError, match="--risk must be above 0 and at most 1, not 2"):
@@ -380,7 +380,7 @@ def test_layouts_above_the_risk_are_listed_apart():
 
 def test_days_have_an_interval_of_a_safe_layout():
     found = ask("days --model 176b --nodes 48 --tokens 366e9")
-    low, high = found.data["between"]
+    low, high = found.data["between_days"]
     assert low < found.data["days"] < high
     assert f"({low:.1f} to {high:.1f} in 9 of 10 cases)" in found.text
 
@@ -409,8 +409,8 @@ def test_apex_takes_the_bytes_of_adamw():
             assert name == "adamw" or f"--optimizer {name}" in answer.text
             plans[name] = answer.data["ranked"][0]
         assert plans["apex"]["memory"] == plans["adamw"]["memory"]
-        assert plans["apex"]["seconds"] == plans["adamw"]["seconds"]
-        state = {name: row["memory"][0]["optimizer"] for name, row in plans.items()}
+        assert plans["apex"]["step_seconds"] == plans["adamw"]["step_seconds"]
+        state = {name: row["memory"][0]["optimizer_bytes"] for name, row in plans.items()}
         assert state["apex"] > state["adamw8bit"]
 
 
@@ -422,10 +422,16 @@ def test_a_measured_network_takes_the_place_of_the_datasheets_and_its_shares():
     assert "give yours as --network GB/s" in stated.text
     assert "--network" not in measured.text
     first, slower = (answer.data["ranked"][0] for answer in (stated, measured))
-    datasheet, third = first["at_networks"]
-    assert first["seconds"] == datasheet < third < first["quantile"] < first["interval"][1]
-    assert slower["at_networks"] == ()
-    assert slower["seconds"] > third
+    datasheet, third = first["at_networks_seconds"]
+    assert (
+        first["step_seconds"]
+        == datasheet
+        < third
+        < first["quantile_seconds"]
+        < first["interval_seconds"][1]
+    )
+    assert slower["at_networks_seconds"] == ()
+    assert slower["step_seconds"] > third
     with pytest.raises(UserError, match="--network must be above 0"):
         plan.ask([*words, "--network", "0"])
 
@@ -465,23 +471,23 @@ def test_without_a_measured_network_layouts_are_ranked_at_a_third_of_its_rate():
     line = "layouts --model llama-2-7b --seq-length 4096 --gpu a100-40 --nodes 4 --gpus-per-node 4"
     found = ask(line)
     ranked = found.data["ranked"]
-    slow = [row["quantile"] for row in ranked]
+    slow = [row["quantile_seconds"] for row in ranked]
     assert slow == sorted(slow)
     first = ranked[0]
     assert first["zero"] < 3
-    assert first["interval"][1] < 1.35 * first["seconds"]
-    best = min(ranked, key=lambda row: row["seconds"])
-    assert best["quantile"] >= ranked[0]["quantile"]
+    assert first["interval_seconds"][1] < 1.35 * first["step_seconds"]
+    best = min(ranked, key=lambda row: row["step_seconds"])
+    assert best["quantile_seconds"] >= ranked[0]["quantile_seconds"]
     assert "on slingshot-4x200 (96.8 GB/s a node)" in found.text
     assert "hdr-1x200 (22.8 GB/s a node)" in found.text
     seen = found.data["on_networks"]
     assert [one["network"] for one in seen][-1] == "hdr-1x200"
-    assert seen[-1]["seconds"] > ranked[0]["seconds"]
+    assert seen[-1]["step_seconds"] > ranked[0]["step_seconds"]
     rates = [one["bytes_per_second"] for one in seen]
     assert rates == sorted(rates, reverse=True)
     measured = ask(f"{line} --network 25GB/s")
     assert measured.data["on_networks"] == []
-    seconds = [row["quantile"] for row in measured.data["ranked"]]
+    seconds = [row["quantile_seconds"] for row in measured.data["ranked"]]
     assert seconds == sorted(seconds)
     assert measured.data["ranked"] == ask(f"{line} --network 200Gb/s").data["ranked"]
     named = ask(f"{line} --network slingshot-4x200").data["ranked"]
@@ -501,7 +507,7 @@ def test_a_kind_that_no_row_has_is_widened_by_its_distance():
     held = ask(f"{line} --zero 3 --tp 1 --cp 1 --top 1")
     sharded = held.data["ranked"][0]
     assert "--zero 3 over 1,024 ranks" in sharded["far"]
-    assert sharded["quantile"] > first["quantile"]
+    assert sharded["quantile_seconds"] > first["quantile_seconds"]
     assert "far from measured runs, hence its 80 %: " in held.text
 
 

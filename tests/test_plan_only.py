@@ -93,14 +93,14 @@ def test_stages_tells_which_loads_of_experts_fit():
     question = "stages --model olmoe-1b-7b --gpu h100 --dp 8 --ep 8 --global-batch-size 64"
     answer = ask(question)
     loads = answer.data["expert_loads"]
-    equal = answer.data["memory"][answer.data["fullest"]]["total"]
-    assert loads["rows_over_mean"] == 8
-    assert loads["total"] > equal
+    equal = answer.data["memory"][answer.data["fullest_rank"]]["total_bytes"]
+    assert loads["rows_over_mean_factor"] == 8
+    assert loads["total_bytes"] > equal
     assert f"the fullest GPU needs {loads['total'] / 1e9:.1f} GB" in answer.text
     assert ask(question.replace("--ep 8", "--ep 1")).data["expert_loads"] is None
     # With a larger accepted risk, a larger load is safe.
     riskier = ask(f"{question} --risk 0.5").data["expert_loads"]
-    assert riskier["safe_rows_over_mean"] > loads["safe_rows_over_mean"] > 1
+    assert riskier["safe_rows_over_mean_factor"] > loads["safe_rows_over_mean_factor"] > 1
 
 
 def test_the_planned_ep_is_what_a_rehearsal_and_a_trial_run():
@@ -189,7 +189,7 @@ def test_a_config_json_of_experts(tmp_path, capsys):
         for path in (folder, folder / "config.json"):
             found = ask(f"model --model {path}").data
             assert found["parameters"] == total
-            assert found["active"] == pytest.approx(active, rel=0.02)
+            assert found["active_parameters"] == pytest.approx(active, rel=0.02)
     line = f"layouts --model {tmp_path}/mixtral --seq-length 4096 --gpu h100 --nodes 8"
     given = MIXTRAL.replace("--experts", "--set rotary_base=1e6 --experts", 1)
     found, expected = ask(line).data, ask(f"layouts {given} --gpu h100 --nodes 8").data

@@ -122,15 +122,15 @@ def test_the_causes_are_all_of_the_step():
 
 def test_the_difference_is_in_its_cause():
     answer = plan.ask(["compare", "--tp 4 --pp 12", "--tp 4 --pp 12 --recompute full", *SHARED])
-    moved = {cause for cause, much in answer.data["difference"].items() if abs(much) > 1e-9}
+    moved = {cause for cause, much in answer.data["difference_seconds"].items() if abs(much) > 1e-9}
     # Collectives are repeated too, and more of a reduction hides behind longer passes.
     assert {"recompute"} <= moved <= {"recompute", "bubble", "tp", "dp"}
-    assert answer.data["a"]["memory"]["total"] > answer.data["b"]["memory"]["total"]
+    assert answer.data["a"]["memory_bytes"]["total"] > answer.data["b"]["memory_bytes"]["total"]
     assert "most of the difference: recompute" in answer.text
     none = plan.ask(["compare", "--tp 4 --pp 12", "--pp 12 --tp 4", *SHARED]).data
-    assert set(none["difference"].values()) == {0.0}
+    assert set(none["difference_seconds"].values()) == {0.0}
     machines = plan.ask(["compare", "--tp 4", "--tp 4 --gpu h100", *SHARED, "--pp", "12"])
-    assert machines.data["difference"]["compute"] < 0
+    assert machines.data["difference_seconds"]["compute"] < 0
 
 
 def test_a_run_is_a_side(a_run):
@@ -218,17 +218,17 @@ def test_constants_that_the_runs_determine_are_found(tmp_path):
         answer.data["determined"]
     )
     for name, value in TRUTH.items():
-        assert answer.data["constants"][name] == pytest.approx(value, rel=0.02), name
-    assert answer.data["after"] < 0.01 < answer.data["before"]
+        assert answer.data["constants"][name]["value"] == pytest.approx(value, rel=0.02), name
+    assert answer.data["after_fraction"] < 0.01 < answer.data["before_fraction"]
     left = set(calibration.CONSTANTS) - set(answer.data["determined"])
     assert {"p2p_fraction", "software.host_per_block"} <= left
     for name in left:
-        assert answer.data["constants"][name] == calibration.value_of(H100, name)
-        assert answer.data["origins"][name].startswith("as in h100; not determined by")
+        assert answer.data["constants"][name]["value"] == calibration.value_of(H100, name)
+        assert answer.data["constants"][name]["origin"].startswith("as in h100; not determined by")
     made = hardware.load(str(file))
     assert made.sources["gemm_fraction"].startswith(f"fitted on {paths[0]}")
     for name in calibration.CONSTANTS:
-        known = answer.data["constants"][name]
+        known = answer.data["constants"][name]["value"]
         assert calibration.value_of(made, name) == pytest.approx(known, rel=1e-4)
     assert made.fitted_range["gpus"] == [1, 64]
     line = f"layouts --model gpt2-1.5b --nodes 2 --global-batch-size 256 --gpu {file}"
@@ -240,7 +240,7 @@ def test_one_run_determines_one_constant_and_says_so(tmp_path):
     path = simulated(tmp_path, slower)[0]
     found = plan.ask(["calibrate", path, "--gpu", "h100"])
     assert found.data["determined"] == ["gemm_fraction"]
-    assert found.data["constants"]["gemm_fraction"] == pytest.approx(0.4, rel=0.01)
+    assert found.data["constants"]["gemm_fraction"]["value"] == pytest.approx(0.4, rel=0.01)
     assert "nvlink.fraction = 0.7: as in h100; not determined by" in found.text
 
 
@@ -290,13 +290,16 @@ def test_runs_that_no_machine_explains_are_said_and_no_rate_exceeds_its_peak(tmp
             rows = [r | {"seconds": r["seconds"] * factor} for r in rows if "seconds" in r]
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         answer = plan.ask(["calibrate", *paths, "--gpu", "h100-torch"])
-        assert answer.data["after"] <= answer.data["before"]
+        assert answer.data["after_fraction"] <= answer.data["before_fraction"]
         assert answer.text.endswith("no constants explain these runs together")
-        values = answer.data["constants"]
+        values = {name: each["value"] for name, each in answer.data["constants"].items()}
         assert all(values[n] <= 1 for n in values if n.endswith("fraction"))
         if name == "faster":
             assert values["gemm_fraction"] == 1.0
-            assert "fitted on these runs: its limit" in answer.data["origins"]["gemm_fraction"]
+            assert (
+                "fitted on these runs: its limit"
+                in answer.data["constants"]["gemm_fraction"]["origin"]
+            )
 
 
 def test_runs_of_the_same_machine_change_nothing(tmp_path):

@@ -81,7 +81,7 @@ def test_a_given_ep_is_known_while_layouts_are_ordered():
     narrow = plan.ask([*line.split(), *one.split()]).data["ranked"]
     assert {one["ep"] for one in found} == {32}
     assert len(narrow) == 1
-    assert found[0]["seconds"] <= narrow[0]["seconds"]
+    assert found[0]["step_seconds"] <= narrow[0]["step_seconds"]
 
 
 def test_the_command_names_the_model_as_it_was_given():

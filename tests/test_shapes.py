@@ -49,7 +49,7 @@ def test_shapes_near_a_size_are_sorted_with_reasons():
         model = shape["model"]
         assert shape["parameters"] == pytest.approx(7e9, rel=0.031)
         assert shape["layout"]["tp"] in shape["tp_that_divide"]
-        assert shape["why"]
+        assert shape["reasons"]
         assert model["hidden"] % model["heads"] == 0
         assert model["head_size"] % 8 == 0
     assert "measure them: python tune.py --try model=" in answer.text
@@ -67,7 +67,7 @@ def test_a_size_that_the_user_gives_is_held_and_a_bad_one_has_its_reason():
 def test_a_budget_gives_the_size():
     budget = ask("budget --gpu h100 --gpu-hours 2000 --gpus 16").data["found"]["the budget"]
     shapes = ask("shapes --gpu h100 --gpu-hours 2000 --gpus 16").data
-    assert shapes["size"] == budget["parameters"]
+    assert shapes["size_parameters"] == budget["parameters"]
 
 
 @pytest.mark.parametrize(

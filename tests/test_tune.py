@@ -100,7 +100,7 @@ def test_a_search_without_a_run_that_trains_fails(tmp_path):
     assert done.status == 1, done.err
     answer = json.loads(done.out)
     assert (answer["status"], answer["command"]) == (1, None)
-    assert [layout["seconds"] for layout in answer["layouts"]] == [None, None]
+    assert [layout["step_seconds"] for layout in answer["layouts"]] == [None, None]
     assert [trial["status"] for trial in stored] == ["crash", "crash"]
     assert "crash: status 1" in (tmp_path / "table.md").read_text()
     assert "Traceback" not in done.err
@@ -109,7 +109,7 @@ def test_a_search_without_a_run_that_trains_fails(tmp_path):
     answer = json.loads(again.out)
     fastest = answer["layouts"][0]
     assert (answer["status"], answer["command"][-2:]) == (0, ["--out", f"{tmp_path}/train"])
-    assert fastest["seconds"] > 0 < fastest["tokens_per_second"]
+    assert fastest["step_seconds"] > 0 < fastest["tokens_per_second"]
     assert {"crash", "ok"} == {trial["status"] for trial in stored}
 
 

@@ -50,8 +50,12 @@ def bet(heading: str, question: str) -> list[str]:
     lines = [f"## {heading}", "", f"    python plan.py {question}", ""]
     lines += ["| layout | s/step | 80 % | between (9 of 10) | tokens/s |", "|---|---|---|---|---|"]
     for row in data["ranked"][:LINES]:
-        low, high = row["interval"]
-        cells = [f"`{' '.join(row['flags'])}`", f"{row['seconds']:.2f}", f"{row['quantile']:.2f}"]
+        low, high = row["interval_seconds"]
+        cells = [
+            f"`{' '.join(row['flags'])}`",
+            f"{row['step_seconds']:.2f}",
+            f"{row['quantile_seconds']:.2f}",
+        ]
         cells += [f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     command = shlex.join([*data["launcher"], *data["command"]])

@@ -46,7 +46,7 @@ from costs.step_time import predict, with_networks
 from tools.planner import layouts
 from tools.planner.closed_form import ClosedForm
 from tools.planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, Asked, Table, divisors
-from tools.planner.questions import Question
+from tools.planner.questions import Question, prediction_data
 
 NEAR = 1.001  # a layout is faster if it takes less than 1 / NEAR of the time
 DOUBT = 0.95  # no layout is faster than this share of its closed form
@@ -143,14 +143,14 @@ def _listed(question: Question, data: dict[str, Any]) -> Iterator[str]:
     run, names = question.config, {field.name for field in fields(Layout)}
     for kind in ("ranked", "risky"):
         rows = data[kind]
-        seconds = [row["quantile"] for row in rows]
+        seconds = [row["quantile_seconds"] for row in rows]
         if seconds != sorted(seconds):
             yield f"{kind} is not in order"
         for row in rows:
             layout = Layout(**{name: row[name] for name in names})
             at = " ".join(row["flags"])
-            if (row["risk"] > question.options.risk) != (kind == "risky"):
-                yield f"{at}: risk {row['risk']} is among {kind}"
+            if (row["risk_fraction"] > question.options.risk) != (kind == "risky"):
+                yield f"{at}: risk {row['risk_fraction']} is among {kind}"
             held = {name for name in names & set(question.given) if name != "dp"}
             for name in sorted(held):
                 if getattr(layout, name) != getattr(run.layout, name):
@@ -162,11 +162,10 @@ def _listed(question: Question, data: dict[str, Any]) -> Iterator[str]:
             if asdict(taken) != asdict(layout):
                 yield f"{at}: train.py would run {taken}"
             job = Job(run.model, layout, run.training, question.machine)
-            expected = with_networks(predict(job), job)
-            if layout.schedule != "auto" and asdict(expected) != {
-                n: row[n] for n in asdict(expected)
-            }:
-                yield f"{at}: predict says {expected.seconds} s, the answer {row['seconds']}"
+            expected = prediction_data(with_networks(predict(job), job))
+            if layout.schedule != "auto" and expected != {n: row[n] for n in expected}:
+                seconds = expected["step_seconds"], row["step_seconds"]
+                yield f"{at}: predict says {seconds[0]} s, the answer {seconds[1]}"
 
 
 def _taken(run: Config, layout: Layout, gpus: int) -> Layout | str:
@@ -292,7 +291,7 @@ def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
     run = replace(run, training=replace(run.training, **full))
     best = float("inf")
     if data["ranked"]:
-        best = data["ranked"][0]["quantile"]
+        best = data["ranked"][0]["quantile_seconds"]
     for layout in islice(space(question), MOST):
         try:
             layout = check_any_length(replace(run, layout=layout), question.gpus).layout

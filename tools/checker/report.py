@@ -159,7 +159,7 @@ def first_tensor(outcome: Outcome) -> dict[str, Any]:
     found["text"] = title(difference.key) if difference.parts else difference.more[0]
     found["ranks"] = sorted({part.rank for part in difference.wrong})
     off = difference.off
-    found["off"] = off if math.isfinite(off) else None  # JSON has no infinity
+    found["off_fraction"] = off if math.isfinite(off) else None  # JSON has no infinity
     return found
 
 

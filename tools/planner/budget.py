@@ -98,7 +98,7 @@ def budget(question: Question) -> Answer:
         "gpus": gpus,
         "machine": question.machine.name,
         **rates.of(gpus, best.seconds),
-        "between": [low, high],
+        "between_days": [low, high],
         "found": {name: _data(each) for name, each in found.items()},
         "other_laws": {each.law.name: _data(each) for each in others},
     }
@@ -267,11 +267,11 @@ def _data(found: Found) -> dict:
         "parameters": found.parameters,
         "tokens": found.tokens,
         "days": found.seconds / DAY,
-        "loss": found.loss,
+        "loss_nats": found.loss,
         "law": found.law.name,
         "model": asdict(found.shape),
         "layout": asdict(found.line.layout),
         "tokens_per_second": found.line.prediction.tokens_per_second,
-        "mfu": found.line.prediction.mfu,
+        "mfu_fraction": found.line.prediction.mfu,
         "global_batch_size": found.question.config.training.global_batch_size,
     }

@@ -67,6 +67,13 @@ def value_of(machine: Machine, name: str) -> float:
     return float(attrgetter(name)(machine))
 
 
+def unit_of(name: str) -> str:
+    """Return the unit of a constant's value, as `plan.py constants` writes units."""
+    if name.endswith("fraction"):
+        return "fraction"
+    return "bytes/s" if name == "bandwidth" else "s"
+
+
 def changed(machine: Machine, name: str, value: float) -> Machine:
     """Return the machine with another value of one constant.
 
@@ -232,8 +239,14 @@ def answer(found: Fit, path: str | None) -> Answer:
     if path:
         write(found, path)
         lines.append(f"written: {path}; use it as --gpu {path}")
-    data = {"before": found.before, "after": found.after, "determined": sorted(found.spread)}
-    return Answer("\n".join(lines), data | {"constants": values, "origins": found.origins})
+    constants = {
+        name: {"value": values[name], "unit": unit_of(name), "origin": found.origins[name]}
+        for name in CONSTANTS
+    }
+    data = {"before_fraction": found.before, "after_fraction": found.after}
+    return Answer(
+        "\n".join(lines), data | {"determined": sorted(found.spread), "constants": constants}
+    )
 
 
 def write(found: Fit, path: str) -> None:

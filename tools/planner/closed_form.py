@@ -12,6 +12,8 @@ the best estimate; "least" seconds are a lower bound. tools/planner/layouts.py s
 that may be the fastest.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from costs.op_costs import Pass
 from costs.partition_costs import specs_of
 from costs.step_time import Most, Passes
 from schedules.partition import StageSpec
-from tools.planner.enumeration import Table
+from tools.planner.enumeration import COLUMNS, Table
 
 # Ranks also wait for one another because of the order of their passes. These are the likely seconds
 # of this waiting as a share of the pipeline's time. FOLDED is for zb-v, whose order assumes that
@@ -33,6 +35,7 @@ from tools.planner.enumeration import Table
 # and interleaved 0.1 to 0.6. Ranks that share cores with others may not wait at all.
 FOLDED = 0.2
 UNEVEN = 0.3
+BLOCK = 8192  # rows that are computed at once
 ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded
 
 
@@ -110,22 +113,56 @@ def _chosen_ranks(job: Job) -> list[tuple[int, ...]]:
     return [fields for first_and_last in chosen.values() for fields in first_and_last]
 
 
+def _joined(blocks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs of arrays as a pair of longer ones."""
+    first, second = zip(*blocks, strict=True)
+    return np.concatenate(first), np.concatenate(second)
+
+
 class ClosedForm:
     """The seconds and bytes of every row of a table, for any number of recomputed blocks."""
 
-    def __init__(self, table: Table, ranks: ChosenRanks | None = None):
-        """Keep a table and the chosen ranks of its rows; ranks: None to choose them now."""
+    def __init__(self, table: Table, ranks: ChosenRanks | None = None, job: Job | None = None):
+        """Keep a table, the chosen ranks of its rows, and its job; None to make them now."""
         self.table = table
-        self.job = table.job
+        self.job = job or table.job
         self.ranks = ranks or ChosenRanks.of(table)
 
-    def take_rows(self, rows: np.ndarray) -> "ClosedForm":
-        """Return an object like this for some of the table's rows; rows: their indices."""
-        return ClosedForm(
-            self.table.take_rows(rows), ChosenRanks(*(column[rows] for column in self.ranks))
-        )
+    def take_rows(self, rows: np.ndarray | slice) -> "ClosedForm":
+        """Return an object like this for some of the table's rows; rows: what selects them."""
+        ranks = ChosenRanks(*(column[rows] for column in self.ranks))
+        layouts = self.job.layout
+        columns = {name: getattr(layouts, name)[rows] for name in COLUMNS}
+        job = self.job._replace(layout=replace(layouts, **columns))
+        return ClosedForm(self.table.take_rows(rows), ranks, job)
+
+    def _each_block(self) -> Iterator[tuple[slice, "ClosedForm"]]:
+        """Yield blocks of the rows, with the slice of each.
+
+        The arrays of a block stay in the processor's cache, which makes formulas twice as fast.
+        """
+        for begin in range(0, max(1, len(self.table)), BLOCK):  # no rows are a block too
+            rows = slice(begin, begin + BLOCK)
+            yield rows, self.take_rows(rows)
+
+    @cached_property
+    def _blocks(self) -> list[tuple[slice, "ClosedForm"]]:
+        """All blocks, which keep what they have computed for `seconds`."""
+        return list(self._each_block())
 
     # ---- Bytes --------------------------------------------------------------------------------
+
+    def memory(
+        self, rooms: Mapping[bool, float]
+    ) -> tuple[np.ndarray, dict[bool, tuple[np.ndarray, np.ndarray]]]:
+        """Return the results of `smallest`, and of `within` for each room by its key."""
+        smallest = []
+        within: dict[bool, list[tuple[np.ndarray, np.ndarray]]] = {key: [] for key in rooms}
+        for _, block in self._each_block():
+            smallest.append(block.smallest())
+            for key, room in rooms.items():
+                within[key].append(block.within(room))
+        return np.concatenate(smallest), {key: _joined(pairs) for key, pairs in within.items()}
 
     @cached_property
     def unsaved(self) -> np.ndarray:
@@ -226,6 +263,10 @@ class ClosedForm:
         what follows the last backward pass. recomputed: the number of recomputed blocks of each
         stage: (rows, 1).
         """
+        return _joined([block._seconds(recomputed[rows]) for rows, block in self._blocks])
+
+    def _seconds(self, recomputed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the result of `seconds`, for all rows at once."""
         pipeline = self._pipeline(recomputed)
         after = sum(step_time.after_pipeline(self.job, self._most(recomputed)).values())
         likely = pipeline * (1 + self._waiting()) + after
@@ -238,9 +279,12 @@ class ClosedForm:
 
         It grows with the seconds, so that of a lower bound it is a lower bound.
         """
-        block = self.passes.block.forward
-        found = risk.quantile(self.job, seconds[:, None], block)
-        return np.broadcast_to(found, (len(seconds), 1))[:, 0]
+        found = []
+        for rows, block in self._blocks:
+            column = seconds[rows, None]
+            quantiles = risk.quantile(block.job, column, block.passes.block.forward)
+            found.append(np.broadcast_to(quantiles, column.shape)[:, 0])
+        return np.concatenate(found)
 
     def _pipeline(self, recomputed: np.ndarray) -> np.ndarray:
         """Return the pipeline's seconds, without waits that the order of passes causes: (rows, 1).

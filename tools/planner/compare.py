@@ -74,12 +74,12 @@ def _facts(question: Question) -> dict[str, Any]:
     prediction, fullest = predict(job), memory.fullest(job)
     parts = {name: getattr(fullest, name) for name in PARTS}
     return {
-        "seconds": prediction.seconds,
+        "step_seconds": prediction.seconds,
         "tokens_per_second": prediction.tokens_per_second,
-        "causes": by_cause(job),
-        "memory": parts | {"total": fullest.total},
+        "cause_seconds": by_cause(job),
+        "memory_bytes": parts | {"total": fullest.total},
         "fits": prediction.fits,
-        "risk": prediction.risk,
+        "risk_fraction": prediction.risk,
         "machine": job.machine.name,
         "gpus": job.gpus,
         "global_batch_size": job.training.global_batch_size,
@@ -98,28 +98,30 @@ def compare(first: Question, second: Question, names: Sequence[str]) -> Answer:
     for (letter, facts), name in zip(sides.items(), names, strict=True):
         where = f"{facts['gpus']} GPUs of {facts['machine']}"
         lines.append(f"{letter}: {name}: {where}, global batch {facts['global_batch_size']}")
-    seconds = [facts["causes"] | {"step": facts["seconds"]} for facts in sides.values()]
+    seconds = [facts["cause_seconds"] | {"step": facts["step_seconds"]} for facts in sides.values()]
     lines += ["", "seconds per step       A         B     B - A"]
     lines += _rows(seconds[0], seconds[1], unit=1.0)
     lines += ["", "GB, fullest GPU        A         B     B - A"]
-    lines += _rows(one["memory"], two["memory"], unit=BILLION)
+    lines += _rows(one["memory_bytes"], two["memory_bytes"], unit=BILLION)
     before, after = one["tokens_per_second"], two["tokens_per_second"]
     lines += ["", f"tokens/s: {before:,.0f} and {after:,.0f}, B has {after / before:.3f}x"]
-    differences = {cause: two["causes"][cause] - one["causes"][cause] for cause in CAUSES}
+    differences = {
+        cause: two["cause_seconds"][cause] - one["cause_seconds"][cause] for cause in CAUSES
+    }
     most = max(CAUSES, key=lambda cause: abs(differences[cause]))
     if differences[most]:
         lines.append(f"most of the difference: {most}, {differences[most]:+.2f} s a step")
     accepted = first.options.risk
-    risks = " and ".join(f"{facts['risk']:.1%}" for facts in sides.values())
+    risks = " and ".join(f"{facts['risk_fraction']:.1%}" for facts in sides.values())
     lines.append(f"risk of running out of memory: {risks}; accepted: {accepted:.0%} (--risk)")
     for letter, facts in sides.items():
         if not facts["fits"]:
             lines.append(f"{letter} runs out of memory")
-        elif facts["risk"] > accepted:
+        elif facts["risk_fraction"] > accepted:
             lines.append(f"{letter} fits only with a risk above {accepted:.0%}")
     if one["global_batch_size"] != two["global_batch_size"]:
         lines.append("note: the global batches differ: compare tokens/s, not seconds")
-    return Answer("\n".join(lines), {"a": one, "b": two, "difference": differences})
+    return Answer("\n".join(lines), {"a": one, "b": two, "difference_seconds": differences})
 
 
 def _rows(before: dict[str, float], after: dict[str, float], unit: float) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from base.errors import LayoutError, UserError
 from config import validation
+from config.batch_schedule import Level
 from config.timeline import Timeline
 from costs.job import Job
 from costs.step_time import predict
@@ -60,13 +61,13 @@ def days(question: Question) -> Answer:
     rates = cost.rates_of(question.options, question.machine)
     data = {
         "days": seconds / DAY,
-        "between": [low, high],
+        "between_days": [low, high],
         "tokens": tokens,
         "gpus": question.gpus,
         "global_batch_size": question.config.training.global_batch_size,
-        "risk": best.prediction.risk,
+        "risk_fraction": best.prediction.risk,
         "layout": asdict(best.layout),
-        "seconds_per_step": step,
+        "step_seconds": step,
         "phases": by_phase,
         **rates.of(question.gpus, seconds),
     }
@@ -76,7 +77,8 @@ def days(question: Question) -> Answer:
         f"{question.batch}; {risk_of_fitting(question, [])}",
         *(
             f"phase {row['name']}: {row['seconds'] / DAY:.2f} days for {row['tokens']:.3g} tokens, "
-            f"{row['batch']} samples of {row['seq_length']} tokens in {row['step']:.3g} s"
+            f"{row['global_batch_size']} samples of {row['seq_length']} tokens in "
+            f"{row['step_seconds']:.3g} s"
             for row in by_phase
         ),
         rates.sentence(question.gpus, seconds),
@@ -160,8 +162,8 @@ def _phases(question: Question, best: layouts.Ranked, tokens: float) -> list[dic
         step = predict(job, best.prediction.memory).seconds
         count = end - phase.tokens
         seconds = count / (phase.batch * phase.length) * step
-        about = {"name": phase.name, "tokens": count, "seconds": seconds, "step": step}
-        rows.append(about | {"batch": phase.batch, "seq_length": phase.length})
+        about = {"name": phase.name, "tokens": count, "seconds": seconds, "step_seconds": step}
+        rows.append(about | {"global_batch_size": phase.batch, "seq_length": phase.length})
     return rows
 
 
@@ -187,7 +189,7 @@ def rampup(question: Question) -> Answer:
     lines = []
     for level in levels:
         able = layouts.allowed(run.layout, level.batch, node, most)
-        data.append(asdict(level) | {"allowed": able})
+        data.append(_level_data(level) | {"allowed": able})
         start = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{level.steps or '':>8}"
         lines.append(f"{start}   {_allowed_text(able)}")
     # A number of replicas that divides this greatest common divisor can run every batch.
@@ -200,6 +202,16 @@ def rampup(question: Question) -> Answer:
         " batch  first step    consumed   steps   runs on",
     ]
     return Answer("\n".join(head + lines), {"levels": data, "every": every})
+
+
+def _level_data(level: Level) -> dict[str, Any]:
+    """Return a level of a ramp-up as data."""
+    return {
+        "global_batch_size": level.batch,
+        "first_step": level.first_step,
+        "consumed_samples": level.consumed,
+        "steps": level.steps,
+    }
 
 
 def _allowed_text(rows: list[dict]) -> str:

@@ -48,6 +48,9 @@ NOT_VARIED = (
     "ep",  # a given one; Job.ep has the one that the planner takes if there is none
 )
 VARIED = ("micro_batch_size", "zero", "recompute", "sequence_parallel")  # columns of a Table
+# All fields that have a column of their own in the job of a Table.
+OF_WAYS = ("tp", "pp", "cp", "dp", "schedule")
+COLUMNS = (*OF_WAYS, "virtual_stages", *VARIED)
 # The values of these fields in layouts of questions that must be quick.
 PLAIN = {"schedule": "1f1b", "cp": 1}
 LONG = 4096  # cp is varied if a sample has at least this number of tokens
@@ -163,8 +166,8 @@ class Table:
         tp, pp, micro_batch = self.places.T
         return (tp * (pp.max() + 1) + pp) * (micro_batch.max() + 1) + micro_batch
 
-    def take_rows(self, rows: np.ndarray) -> "Table":
-        """Return a table that has only some of this table's rows; rows: their numbers."""
+    def take_rows(self, rows: np.ndarray | slice) -> "Table":
+        """Return a table that has only some of this table's rows; rows: what selects them."""
         varied = {name: getattr(self, name)[rows] for name in ("way", *VARIED)}
         return replace(self, **varied)
 
@@ -175,7 +178,7 @@ class Table:
         Each field of its layout is a column, an array of the shape (rows, 1), so that it broadcasts
         with an axis of stages or ranks.
         """
-        columns = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
+        columns = {name: self.column(name) for name in OF_WAYS}
         # Only interleaved schedules use this number. A column of integers cannot have None, so
         # ways without the number get 2, which has no effect.
         virtual_stages = np.array([way.virtual_stages or 2 for way in self.ways])

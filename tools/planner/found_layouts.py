@@ -20,7 +20,7 @@ from costs.networks import Network
 from costs.step_time import at_other_network, predict
 from tools.planner import cost, layouts
 from tools.planner.layout_commands import command, flags_text, launcher, layout_flags
-from tools.planner.questions import Question
+from tools.planner.questions import Question, prediction_data
 
 # Without --network lines say which layout is the best bet on so many networks that are near.
 SHOWN_NETWORKS = 2
@@ -98,7 +98,7 @@ def as_data(found: FoundLayouts) -> dict[str, Any]:
             {
                 "network": other.network.name,
                 "bytes_per_second": other.network.busbw,
-                "seconds": other.seconds,
+                "step_seconds": other.seconds,
                 "flags": layout_flags(other.line.layout, question),
             }
             for other in found.on_networks
@@ -190,7 +190,7 @@ def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
     }
     rates = cost.rates_of(question.options, question.machine)
     more |= rates.per_billion(question.gpus, line.prediction.tokens_per_second)
-    return asdict(line.layout) | more | asdict(line.prediction)
+    return asdict(line.layout) | more | prediction_data(line.prediction)
 
 
 def rampup(line: layouts.Ranked, question: Question) -> str:

@@ -400,17 +400,19 @@ def gap(run: str, name: str | None = None) -> Answer:
         remedy = remedies.get(cause, Remedy(0.0, ""))
         if min(seconds, remedy.seconds) < LEAST_SHARE * total:  # too little to be worth a line
             remedy = Remedy(0.0, "")
-        line = {"cause": cause, "measured": seconds, "planned": plan.get(cause, 0.0)}
-        line |= {"where": where.get(cause, ""), "flags": remedy.flags, "wins": remedy.seconds}
-        lines.append(line if machine else line | {"planned": None})
+        line = {"cause": cause, "measured_seconds": seconds}
+        line["planned_seconds"] = plan.get(cause, 0.0) if machine else None
+        line |= {"where": where.get(cause, ""), "flags": remedy.flags}
+        line["wins_seconds"] = remedy.seconds
+        lines.append(line)
     data = {
         "run": run,
-        "seconds": total,
+        "step_seconds": total,
         "steps": steps.after.shape[1],
         "lines": lines,
         "machine": machine.name if machine else None,
         "unknown": run_files.note_of_unknown(run),
-        "closure": 1 - causes["unexplained"] / total,
+        "closure_fraction": 1 - causes["unexplained"] / total,
     }
     return Answer(_table(data), data)
 
@@ -482,20 +484,25 @@ def _table(data: dict[str, Any]) -> str:
 
     A cause is left out if it takes less than a ten-thousandth of the step, measured and planned.
     """
-    total, machine = data["seconds"], data["machine"]
+    total, machine = data["step_seconds"], data["machine"]
     text = [f"{data['run']}: {total:.4f} s a step, the mean of {data['steps']} measured steps"]
     text.append(f"{'':12}{'s/step':>9}{'share':>8}{'planned':>9}   would save")
-    step = {"cause": "step", "measured": total, "flags": "", "where": f"planned on {machine}"}
-    step["planned"] = sum(line["planned"] or 0.0 for line in data["lines"])
+    step = {
+        "cause": "step",
+        "measured_seconds": total,
+        "flags": "",
+        "where": f"planned on {machine}",
+    }
+    step["planned_seconds"] = sum(line["planned_seconds"] or 0.0 for line in data["lines"])
     for line in [*data["lines"], step]:
-        seconds = line["measured"]
-        if max(abs(seconds), line["planned"] or 0.0) < 1e-4 * total:
+        seconds = line["measured_seconds"]
+        if max(abs(seconds), line["planned_seconds"] or 0.0) < 1e-4 * total:
             continue
-        planned = f"{line['planned']:.4f}" if machine else "-"
-        won = f"{line['wins']:.4f} s: {line['flags']}; " if line["flags"] else ""
+        planned = f"{line['planned_seconds']:.4f}" if machine else "-"
+        won = f"{line['wins_seconds']:.4f} s: {line['flags']}; " if line["flags"] else ""
         row = f"{line['cause']:12}{seconds:9.4f}{seconds / total:8.1%}{planned:>9}   "
         text.append(f"{row}{won}{line['where']}".rstrip("; "))
-    text.append(f"the named causes are {data['closure']:.1%} of the step")
+    text.append(f"the named causes are {data['closure_fraction']:.1%} of the step")
     if data["unknown"] is not None:
         text.append(f"note: {data['unknown']}")
     command = as_typed(f"python plan.py layouts --config {shlex.quote(data['run'])}")

@@ -162,7 +162,8 @@ def ladder(runs: Sequence[str], target: str | None, law: str | None, write: str 
         f"fit: {found.e:.4f} + {found.s:.4g} x the terms of {found.law.name} "
         f"({found.law.source}); the runs are off by up to {off:.2%}"
     )
-    data: dict[str, Any] = {"e": found.e, "s": found.s, "sigma": found.sigma, "off": off}
+    data: dict[str, Any] = {"e_nats": found.e, "s_factor": found.s, "sigma_nats": found.sigma}
+    data["off_fraction"] = off
     if not target:
         return Answer("\n".join(lines), data)
     config = parse(["--config", target])
@@ -179,7 +180,8 @@ def ladder(runs: Sequence[str], target: str | None, law: str | None, write: str 
     if write:
         paths.write_file(write, json.dumps(expected(rungs, found, said, tokens), indent=1) + "\n")
         lines.append(f"wrote {write}: python train.py --config {target} --expect {write}")
-    data |= {"loss": said.loss, "low": said.low, "high": said.high, "by_law": said.by_law}
+    data |= {"loss_nats": said.loss, "between_nats": [said.low, said.high]}
+    data["by_law_nats"] = said.by_law
     data |= {"parameters": size, "tokens": tokens}
     return Answer("\n".join(lines), data)
 

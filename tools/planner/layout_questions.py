@@ -17,7 +17,7 @@ from costs.job import Job
 from costs.partition_costs import specs_of
 from schedules import partition, simulation
 from schedules.orders import schedule_for
-from tools.planner.questions import BILLION, Answer, Question
+from tools.planner.questions import BILLION, Answer, Question, memory_data
 
 
 def stages(question: Question) -> Answer:
@@ -50,28 +50,34 @@ def stages(question: Question) -> Answer:
     for row in rows:
         bar = "#" * round(50 * row.share / widest)
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
-    data: dict[str, Any] = {"stages": [asdict(row) for row in rows]}
-    data |= {"memory": [asdict(row) for row in table]}
-    data |= {"fullest": fullest, "risk": probability, "expert_loads": loads}
+    data: dict[str, Any] = {"stages": [_stage_data(row) for row in rows]}
+    data |= {"memory": [memory_data(row) for row in table]}
+    data |= {"fullest_rank": fullest, "risk_fraction": probability, "expert_loads": loads}
     return Answer("\n".join(lines), data)
+
+
+def _stage_data(spec: partition.StageSpec) -> dict[str, Any]:
+    """Return a stage as data."""
+    data = asdict(spec)
+    return data | {"share_fraction": data.pop("share")}
 
 
 def expert_loads(question: Question, job: Job) -> dict[str, float] | None:
     """Return the memory if one GPU's experts get more rows of tokens than those of other GPUs.
 
-    rows_over_mean: the rows of the GPU that gets all rows of its expert group, over the mean of the
-    group's GPUs. total: the bytes that the fullest GPU then needs. safe_rows_over_mean: the most
-    rows over the mean with which the risk of too little memory is at most --risk; 0 if there are
-    none. Return None without expert parallelism.
+    rows_over_mean_factor: the rows of the GPU that gets all rows of its expert group, over the mean
+    of the group's GPUs. total_bytes: what the fullest GPU then needs. safe_rows_over_mean_factor:
+    the most rows over the mean with which the risk of too little memory is at most --risk; 0 if
+    there are none. Return None without expert parallelism.
     """
     if job.ep == 1:
         return None
     all_rows = float(job.ep)
     safe_bytes = risk.safe_bytes(job.machine, question.options.risk)
     return {
-        "rows_over_mean": all_rows,
-        "total": memory.fullest(job._replace(rows_over_mean=all_rows)).total,
-        "safe_rows_over_mean": memory.most_rows(job, safe_bytes),
+        "rows_over_mean_factor": all_rows,
+        "total_bytes": memory.fullest(job._replace(rows_over_mean=all_rows)).total,
+        "safe_rows_over_mean_factor": memory.most_rows(job, safe_bytes),
     }
 
 
@@ -79,12 +85,13 @@ def _lines_of_loads(loads: dict[str, float] | None, question: Question) -> list[
     """Return lines on the loads of experts; loads: the result of `expert_loads`."""
     if loads is None:
         return []
-    all_rows = loads["rows_over_mean"]
+    all_rows = loads["rows_over_mean_factor"]
+    needed = loads["total_bytes"] / BILLION
     lines = [
         "experts: the table is for equal loads. If all rows of an expert group go to one GPU",
-        f"({all_rows:g} times the mean), the fullest GPU needs {loads['total'] / BILLION:.1f} GB.",
+        f"({all_rows:g} times the mean), the fullest GPU needs {needed:.1f} GB.",
     ]
-    safe_rows = loads["safe_rows_over_mean"]
+    safe_rows = loads["safe_rows_over_mean_factor"]
     if safe_rows >= 1:
         lines.append(
             f"Up to {safe_rows:.1f} times the mean, the risk of too little memory is at most "
@@ -117,7 +124,7 @@ def timeline(question: Question) -> Answer:
     if path:
         write_file(path, json.dumps(trace))
         lines.append(f"written: {path} (open in ui.perfetto.dev or chrome://tracing)")
-    return Answer("\n".join(lines), trace | {"bubble": bubble})
+    return Answer("\n".join(lines), trace | {"bubble_fraction": bubble})
 
 
 def constants() -> Answer:

@@ -56,6 +56,7 @@ LEAN: dict[str, Any] = {
     "recompute_layers": None,
     "schedule": ["1f1b", "zb-h1", "zb-v"],
 }
+BLOCK = 1024  # rows of which the search looks at once whether any of them may be the fastest
 FAR = 1.3  # a row is far behind if it likely takes more than FAR times as long as the fastest row
 
 
@@ -211,12 +212,29 @@ class _Row(NamedTuple):
     least: float
 
 
+class _Rows(NamedTuple):
+    """The fields of rows as columns, each of the shape (rows,)."""
+
+    number: np.ndarray
+    place: np.ndarray
+    likely: np.ndarray
+    least: np.ndarray
+
+    def take(self, which: Any) -> "_Rows":
+        """Return some of the rows; which: what selects elements of a column."""
+        return _Rows(*(column[which] for column in self))
+
+    def each(self) -> Iterator[_Row]:
+        """Yield the rows one by one."""
+        return map(_Row._make, zip(*(column.tolist() for column in self), strict=True))
+
+
 class _Search:
     """A search for the fastest rows of a table.
 
     lines: the results of `_line`. refused: by place, the reason why a row was not ranked. taken:
-    places of ranked rows without risk. left_out: the rows that may fit and were not tried because
-    enough others were found. bets: whether a row's time is a quantile of its seconds.
+    places of ranked rows without risk. left_out: the places of rows that may fit and were not tried
+    because enough others were found. bets: whether a row's time is a quantile of its seconds.
     """
 
     def __init__(self, table: Table, accepted: float, refusal: Callable[[Layout], str], bets: bool):
@@ -235,27 +253,26 @@ class _Search:
         # two keys: `recomputed`, the fewest recomputed blocks of each row, and `fits`.
         self.room = {False: risk.safe_bytes(machine, accepted), True: machine.memory}
         closed = ClosedForm(table)
-        self.smallest = closed.smallest()
-        within = {risky: closed.within(room) for risky, room in self.room.items()}
+        self.smallest, within = closed.memory(self.room)
         self.recomputed = {risky: recomputed for risky, (_, recomputed) in within.items()}
         # The numbers of the rows that may fit at all; `fits` and `closed` have only these rows.
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.take_rows(self.rows)
-        # By whether risky rows are accepted, the likely and the least time of these rows.
+        # By whether risky rows are accepted, the likely and the least seconds of these rows.
         self.seconds: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
         self.stages: dict[Layout, list[memory.StageMemory]] = {}  # the memory of tried layouts
         self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
         self.taken = set[int]()  # places of which a row without risk was ranked
-        self.left_out: list[_Row] = []  # rows that were not tried, as enough others were found
+        self.left_out: list[int] = []  # of those not tried, as enough others were found
 
     def by_median(self) -> "_Search":
         """Return a search of the same rows by predicted seconds, which knows what was tried."""
         other = copy.copy(self)
         other.bets = False
-        other.seconds, other.taken, other.left_out = {}, set(), []
+        other.taken, other.left_out = set(), []
         return other
 
     def fastest(self, most: float) -> list[Ranked]:
@@ -266,29 +283,35 @@ class _Search:
         slower ones.
         """
         lines: dict[int, Ranked] = {}  # by place, the fastest row that was tried
-        waiting: dict[int, _Row] = {}  # by place, rows that were not tried
+        waiting = set[int]()  # places of rows that were not tried
         fastest = math.inf  # the time of the fastest row so far
-        for row in self._likely_first(False):
-            may_be_first = row.least < fastest
-            # A row is not tried if it cannot be the fastest, and its place has a better row or
-            # enough places are ranked.
-            if not may_be_first and (row.place in lines or len(lines) >= most):
-                waiting.setdefault(row.place, row)
-                continue
-            line = self._line(row, risky=False)
-            if line is None:
-                continue
-            time = _time(line, self.bets)
-            fastest = min(fastest, time)
-            if row.place not in lines or time < _time(lines[row.place], self.bets):
-                lines[row.place] = line
+        # A row is not tried if it cannot be the fastest, and its place has a better row or enough
+        # places are ranked. Then nearly all rows are left, so whole blocks of them are looked at.
+        rows = self._likely_first(False)
+        for begin in range(0, len(rows.number), BLOCK):
+            block = rows.take(slice(begin, begin + BLOCK))
+            if len(lines) >= most:
+                may_be_first = block.least < fastest
+                waiting.update(block.place[~may_be_first].tolist())
+                block = block.take(may_be_first)
+            for row in block.each():
+                if row.least >= fastest and (row.place in lines or len(lines) >= most):
+                    waiting.add(row.place)
+                    continue
+                line = self._line(row, risky=False)
+                if line is None:
+                    continue
+                time = _time(line, self.bets)
+                fastest = min(fastest, time)
+                if row.place not in lines or time < _time(lines[row.place], self.bets):
+                    lines[row.place] = line
         self.taken |= lines.keys()
-        self.left_out = [row for place, row in waiting.items() if place not in lines]
+        self.left_out = [place for place in waiting if place not in lines]
         return _in_order(list(lines.values()), self.bets)
 
     def first(self) -> Ranked | None:
         """Return the first row without risk, in the order of likely time, or None."""
-        lines = (self._line(row, risky=False) for row in self._likely_first(False))
+        lines = (self._line(row, risky=False) for row in self._likely_first(False).each())
         return next((line for line in lines if line), None)
 
     def risky(self, safe: list[Ranked]) -> list[Ranked]:
@@ -303,7 +326,8 @@ class _Search:
         if self.room[True] <= self.room[False]:
             return []
         fastest = _time(safe[0], self.bets) if safe else math.inf
-        for row in self._likely_first(True):
+        rows = self._likely_first(True)
+        for row in rows.take(rows.least < fastest).each():
             limit = fastest  # the time to beat: of the safe rows, or of this place's risky row
             if row.place in lines:
                 limit = _time(lines[row.place], self.bets)
@@ -320,32 +344,30 @@ class _Search:
         row. All others are kept in `left_out`. The tuner takes its candidates from here.
         """
         lines = []
-        rows = list(self._likely_first(False))
+        rows = list(self._likely_first(False).each())
         for tried, row in enumerate(rows):
             is_far = row.likely > FAR * rows[0].likely
             if tried >= most and (is_far or row.place in self.taken):
-                self.left_out.append(row)
+                self.left_out.append(row.place)
             elif line := self._line(row, risky=False):
                 lines.append(line)
                 self.taken.add(row.place)
         return _in_order(lines, self.bets)
 
-    def _likely_first(self, risky: bool) -> Iterator[_Row]:
-        """Yield the rows that may fit, the likely fastest first.
+    def _likely_first(self, risky: bool) -> _Rows:
+        """Return the rows that may fit, the likely fastest first.
 
         risky: whether rows that fit only with a risk are included. `self.rows` has the numbers of
         the rows that may fit; `fits` and the closed forms have an entry for each of them.
         """
         if risky not in self.seconds:
-            times = self.closed.seconds(self.recomputed[risky][self.rows])
-            if self.bets:
-                times = self.closed.quantile(times[0]), self.closed.quantile(times[1])
-            self.seconds[risky] = times
+            self.seconds[risky] = self.closed.seconds(self.recomputed[risky][self.rows])
         likely, least = self.seconds[risky]
+        if self.bets:
+            likely, least = self.closed.quantile(likely), self.closed.quantile(least)
         order = np.flatnonzero(self.fits[risky])
         order = order[np.argsort(likely[order], kind="stable")]
-        columns = self.rows, self.table.place[self.rows], likely, least
-        return map(_Row._make, zip(*(column[order].tolist() for column in columns), strict=True))
+        return _Rows(self.rows, self.table.place[self.rows], likely, least).take(order)
 
     def _line(self, row: _Row, risky: bool) -> Ranked | None:
         """Return a row's layout with its prediction, or None if it cannot be ranked.
@@ -400,7 +422,7 @@ class _Search:
         order = np.lexsort((self.smallest, table.recompute != "full", table.place))
         places, first = np.unique(table.place[order], return_index=True)
         # Places that are not rejected: one of their rows was ranked, or was left out as slower.
-        waiting = self.taken | {row.place for row in self.left_out}
+        waiting = self.taken | set(self.left_out)
         smallest_rows = order[first].tolist()
         rejected = []
         too_large = set[tuple[int, int]]()  # tp and pp with which larger micro-batches do not fit

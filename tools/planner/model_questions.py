@@ -35,23 +35,25 @@ def model(question: Question) -> Answer:
     for count, (name, part) in zip(counts, parts.items(), strict=True):
         lines.append(f"  {name:{wide}} {count:3} x {part:15,}")
     experts, active = shape.mlps
+    computed = total
     if experts > 1:
         # The kinds of blocks with experts: their numbers of blocks, and models of them alone.
         sparse = [(blocks, kind) for blocks, kind in kinds if kind.experts > 1]
         unused = sum(blocks * model_stats.mlp_parameters(kind) for blocks, kind in sparse)
         unused *= experts - active
-        parts["active"] = total - unused
+        computed = total - unused
         of_them = f"of them active: {active} of {experts} experts for each token"
-        lines.append(f"{parts['active']:,} {of_them}")
+        lines.append(f"{computed:,} {of_them}")
     lines.append(f"{18 * total / BILLION:,.0f} GB at 18 bytes per parameter, before activations")
     lines.append(f"FLOPs per step of {samples} samples:    model     hardware, full recomputation")
     flops = {}
     for name in model_stats.FORMULAS:
         needed = model_stats.model_flops(shape, samples, name)
         executed = model_stats.hardware_flops(shape, samples, "full", name)
-        flops[name] = {"model": needed, "hardware_full_recompute": executed}
+        flops[name] = {"model_flops": needed, "hardware_full_recompute_flops": executed}
         lines.append(f"  {name:14} {needed:22.4g} {executed:13.4g}")
-    data = {"parameters": total, **parts, "bytes_18": 18 * total, "flops_per_step": flops}
+    data = {"parameters": total, "part_parameters": parts, "active_parameters": computed}
+    data |= {"state_bytes": 18 * total, "flops_per_step": flops}
     return Answer("\n".join(lines), data)
 
 
@@ -78,7 +80,12 @@ def largest(question: Question) -> Answer:
         like = replace(like, max_positions=max(like.max_positions, like.seq_length))
     validation.check_shape(like)
     size, found, line = model_sizes.largest(question.leanest, like, gpus)
-    data = {"parameters": size, "gpus": gpus, "machine": name, "risk": line.prediction.risk}
+    data = {
+        "parameters": size,
+        "gpus": gpus,
+        "machine": name,
+        "risk_fraction": line.prediction.risk,
+    }
     data |= {"model": asdict(found), "layout": asdict(line.layout)}
     shape = f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads"
     text = f"{size / BILLION:.1f} B parameters on {gpus} x {name}: {shape}; {_on(line)}"
@@ -90,7 +97,7 @@ def smallest(question: Question) -> Answer:
     machine = question.machine
     nodes, line = question.fewest_nodes()
     data: dict[str, Any] = {"nodes": nodes, "gpus": nodes * machine.node}
-    data |= {"risk": line.prediction.risk, "layout": asdict(line.layout)}
+    data |= {"risk_fraction": line.prediction.risk, "layout": asdict(line.layout)}
     text = f"{nodes} node{'s' * (nodes > 1)} of {machine.node} {machine.name}: {_on(line)}"
     return Answer(f"{text}\n{_accepted(question)}", data)
 

@@ -22,7 +22,8 @@ from config.command_line import to_words
 from config.schema import Config
 from costs import hardware
 from costs.job import Job
-from costs.step_time import NETWORK_SHARES, predict, with_networks
+from costs.memory import OF_RUN, StageMemory
+from costs.step_time import NETWORK_SHARES, Prediction, predict, with_networks
 from tools.planner import layouts, model_sizes, programs
 from tools.planner.enumeration import PLAIN, Asked
 from tools.planner.program import Program
@@ -188,6 +189,34 @@ class Question:
         if self.program and (reason := self.program.refusal(run, run.layout)):
             raise UserError(reason)
         return Job(run.model, run.layout, run.training, self.machine)
+
+
+def prediction_data(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as data: the unit of every number is in its name."""
+    return {
+        "step_seconds": prediction.seconds,
+        "interval_seconds": prediction.interval,
+        "quantile_seconds": prediction.quantile,
+        "part_seconds": prediction.parts,
+        "at_networks_seconds": prediction.at_networks,
+        "tokens_per_second": prediction.tokens_per_second,
+        "model_tflops_per_gpu": prediction.model_tflops,
+        "mfu_fraction": prediction.mfu,
+        "bubble_fraction": prediction.bubble,
+        "risk_fraction": prediction.risk,
+        "fits": prediction.fits,
+        "margin_bytes": prediction.margin,
+        "memory": [memory_data(stage) for stage in prediction.memory],
+        "warnings": prediction.warnings,
+        "far": prediction.far,
+    }
+
+
+def memory_data(stage: StageMemory) -> dict[str, Any]:
+    """Return the memory of a pipeline rank's GPU as data."""
+    parts = {name: getattr(stage, name) for name in (*OF_RUN, "buffers", "context", "total")}
+    of_rank = {"rank": stage.stage, "blocks": stage.blocks, "parameters": stage.parameters}
+    return of_rank | {f"{name}_bytes": value for name, value in parts.items()}
 
 
 def flags(layout: schema.Layout) -> list[str]:

@@ -98,7 +98,7 @@ def shapes(question: Question) -> Answer:
         *columns(rows, ("why",)),
         f"measure them: {as_typed('python tune.py')} --try model={names} ...",
     ]
-    data = {"size": size, "shapes": [_data(shape) for shape in ranked]}
+    data = {"size_parameters": size, "shapes": [_data(shape) for shape in ranked]}
     return Answer("\n".join(text), data)
 
 
@@ -334,6 +334,12 @@ def _name(model: ModelShape) -> str:
     return f"{model.layers}x{model.hidden}x{model.heads}x{model.ffn_hidden}"
 
 
+def _waves_data(waves: Waves) -> dict[str, Any]:
+    """Return how a product fills the GPU as data."""
+    tile = {"tile_rows": waves.rows, "tile_columns": waves.columns}
+    return tile | {"waves": waves.number, "filled_fraction": waves.filled}
+
+
 def _data(shape: Shape) -> dict[str, Any]:
     """Return a shape as data."""
     model = shape.model
@@ -343,12 +349,12 @@ def _data(shape: Shape) -> dict[str, Any]:
         "parameters": shape.parameters,
         "model": asdict(model),
         "layout": asdict(shape.line.layout),
-        "seconds": shape.line.prediction.seconds,
+        "step_seconds": shape.line.prediction.seconds,
         "seconds_per_token_and_parameter": shape.per_parameter,
-        "products": shape.products,
-        "attention": shape.attention,
+        "products_fraction": shape.products,
+        "attention_fraction": shape.attention,
         "tp_that_divide": dividing,
         "pp_that_divide": divisors(model.layers),
-        "waves": shape.waves._asdict(),
-        "why": list(shape.reasons),
+        "costliest_product": _waves_data(shape.waves),
+        "reasons": list(shape.reasons),
     }

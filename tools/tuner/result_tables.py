@@ -156,20 +156,20 @@ def summary(result: SearchResult) -> list[str]:
 def data(result: SearchResult) -> dict[str, Any]:
     """Return the search as an object for `tune.py --json`: its layouts, the fastest first.
 
-    seconds is null for a layout that never ran to the end; command trains on the fastest one.
+    step_seconds is null for a layout that never ran to the end; command trains on the fastest one.
     """
     layouts = []
     for row in result.rows:
         facts: dict[str, Any] = {
             "layout": row.candidate.label,
             "ranks": row.candidate.ranks,
-            "seconds": row.seconds if row.ok else None,
-            "predicted": row.candidate.prediction.seconds,
+            "step_seconds": row.seconds if row.ok else None,
+            "predicted_step_seconds": row.candidate.prediction.seconds,
             "trials": len(row.trials),
             "notes": row.notes,
         }
         if row.ok:
-            facts |= {"spread": row.spread, "memory_bytes_per_stage": row.memory}
+            facts |= {"spread_fraction": row.spread, "memory_bytes_per_stage": row.memory}
             facts |= {"tokens_per_second": row.rate("tokens_per_second")}
         layouts.append(facts)
     best = result.ranked[0].candidate if result.ranked else None
