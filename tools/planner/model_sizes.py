@@ -83,21 +83,21 @@ def resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShap
 
     The proportions of `like` are kept. As many query heads share one key head as there, or if this
     number does not divide `heads`, their common divisor. The MLP is wider than the hidden size by
-    the same factor, rounded to a multiple of 128, or of SMALL_HEAD if hidden is below SMALL.
+    the same factor, rounded to a multiple of 128, or of SMALL_HEAD in a small shape.
     """
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads}
     sizes |= {"kv_heads": heads // math.gcd(heads, like.heads // like.kv_heads)}
     if like.ffn_hidden != like.default_ffn():
-        step = HEAD if hidden >= SMALL else SMALL_HEAD
+        step = SMALL_HEAD if _is_small(hidden, heads) else HEAD
         sizes["ffn_hidden"] = max(1, round(like.ffn_hidden / like.hidden * hidden / step)) * step
     if not like.is_latent:  # the heads of latent attention stay as wide as they are
         sizes["head_size"] = hidden // heads
     return reshape(like, sizes)
 
 
-def usual(hidden: int) -> float:
-    """Return the usual hidden size over the number of blocks, for a hidden size."""
-    return USUAL if hidden >= SMALL else hidden / SMALL_LAYERS
+def _is_small(hidden: int, heads: int) -> bool:
+    """Return whether a shape is one with heads of SMALL_HEAD below SMALL."""
+    return hidden < SMALL and hidden == heads * SMALL_HEAD
 
 
 def near(like: ModelShape, size: float, head_size: int | None = None) -> ModelShape:
@@ -131,9 +131,9 @@ def near(like: ModelShape, size: float, head_size: int | None = None) -> ModelSh
 
     def off(shape: ModelShape) -> tuple[float, float]:
         error = abs(parameters(shape) / size - 1)
-        ratio = shape.hidden / shape.layers
-        equal = NEAR if shape.hidden >= SMALL else SMALL_NEAR
-        return max(0.0, error - equal), abs(math.log(ratio / usual(shape.hidden)))
+        small = _is_small(shape.hidden, shape.heads)
+        equal, usual = (SMALL_NEAR, shape.hidden / SMALL_LAYERS) if small else (NEAR, USUAL)
+        return max(0.0, error - equal), abs(math.log(shape.hidden / shape.layers / usual))
 
     return min(shapes, key=off)
 
