@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
     layout: the options of a layout that it reads; None: all. tries: whether it tries layouts; then
     --config RUN gives it the run's model and training options, but not its layout. example: the
-    model of the question if the user gives none.
+    model of the question if the user gives none. small: this model if the machine has CPUs alone.
     """
 
     answer: Callable[..., Answer]
@@ -75,6 +75,7 @@ class Kind(NamedTuple):
     layout: tuple[str, ...] | None = None
     tries: bool = False
     example: str | None = None
+    small: str | None = None
 
 
 GPUS = ("nodes", "gpus")
@@ -119,6 +120,7 @@ QUESTIONS = {
         (*GPUS, *PROGRAM, *MEASURED, *BUDGET, "risk", *COSTS, "write"),
         tries=True,
         example="llama-3-8b",
+        small="stories260k",
     ),
     "shapes": Kind(
         shapes.shapes,
@@ -126,6 +128,7 @@ QUESTIONS = {
         (*GPUS, *PROGRAM, *MEASURED, *BUDGET, "size", "top", "risk"),
         tries=True,
         example="llama-3-8b",
+        small="stories260k",
     ),
     "largest": Kind(
         model_questions.largest,
@@ -252,6 +255,8 @@ def question_of(options: Namespace, rest: list[str], says: bool = True) -> Quest
     # Options of a run that --config names; flags take precedence over them.
     before: dict[str, Any] = {}
     layout_names = [field.name for field in fields(Layout)]
+    if kind.small and machine.device == "CPU":
+        kind = kind._replace(example=kind.small)
     if options.config and run_files.is_source(options.config):
         before = run_files.options_of(options.config)
         unknown = run_files.note_of_unknown(options.config)
@@ -267,6 +272,13 @@ def question_of(options: Namespace, rest: list[str], says: bool = True) -> Quest
     defaults = partial(_defaults, kind, machine, before)
     request = parse_request(rest, defaults=defaults, plans=True)
     config, options.model = request.config, options.model or request.model
+    known = {*request.given, *before}
+    if kind.small and kind.example == kind.small and _takes_example(kind, known):
+        notes.append(
+            f"the model is like {kind.small}, with a vocabulary of {config.model.vocab_size:,} and "
+            f"{config.model.seq_length} tokens a sample: --model, --vocab-size and --seq-length "
+            "say otherwise"
+        )
     # Layout options that the question does not read are refused, or noted.
     reads = kind.layout
     if name == "rampup" and options.nodes_by_batch is None:
@@ -369,11 +381,20 @@ def _defaults(
         before = {name: value for name, value in before.items() if name not in shape}
     known = {*given, *before}
     values: dict[str, Any] = {"precision": machine.precision}
-    if kind.example and "model" not in known and not {"layers", "hidden", "heads"} <= known:
+    if _takes_example(kind, known):
         values["model"] = kind.example
     if "batch_schedule" not in known:
         values["global_batch_size"] = questions.BATCH
     return values | before
+
+
+def _takes_example(kind: Kind, known: Collection[str]) -> bool:
+    """Return whether a question has its example model; known: options that have a value."""
+    return (
+        bool(kind.example)
+        and "model" not in known
+        and not {"layers", "hidden", "heads"} <= {*known}
+    )
 
 
 def _compared(arguments: list[str]) -> Answer:

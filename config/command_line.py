@@ -521,6 +521,8 @@ def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
     defaults = base.derived()
     if not base.bias:
         del defaults["bias"]
+    if own.get("positions", base.positions) != "learned":  # no parameter has their number
+        defaults["max_positions"] = base.seq_length
     derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
     return dataclasses.replace(base, **(derived | own))
 

@@ -1,12 +1,16 @@
 """If this failed, a budget would buy another model than the one that is worth training."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 
 import plan
+from architecture.model_stats import parameters
 from base.errors import UserError
 from benchmarks.planner import loss_rows
+from config.spelling import preset
+from tools.planner import model_sizes
 from tools.planner.scaling_laws import LAWS
 
 
@@ -53,6 +57,35 @@ def test_a_budget_takes_its_gpu_hours_and_the_tokens_of_the_law():
         assert more["parameters"] / less["parameters"] == pytest.approx(math.sqrt(2), rel=0.12)
         assert more["loss_nats"] < less["loss_nats"]
     assert "gemstones" in answer["other_laws"]
+
+
+@pytest.mark.parametrize(
+    "like", ["--gpu h100 --gpu-hours 5000 --gpus 32", "--gpu cpu --gpu-hours 8"]
+)
+def test_the_command_for_other_layouts_is_of_the_same_model(like):
+    answer = ask(f"budget {like}")
+    (line,) = [each for each in answer.text.splitlines() if each.startswith("its layouts: ")]
+    words = line.split("plan.py ")[1].split()
+    options, rest = plan.parser("layouts").parse_known_args(words)
+    shape = plan.question_of(options, rest, says=False).config.model
+    assert asdict(shape) == answer.data["found"]["the budget"]["model"]
+
+
+def test_a_small_model_has_heads_and_blocks_as_published_ones():
+    """Heads of 16 below a width of 512, in pairs with a key head, and about six blocks."""
+    like = preset("stories260k")
+    for size in (1e5, 2e5, 4e5, 8e5, 1.5e6, 3e6, 6e6, 1e7):
+        shape = model_sizes.near(like, size)
+        assert parameters(shape) == pytest.approx(size, rel=0.11), size
+        assert shape.head_size == 16
+        assert shape.heads == 2 * shape.kv_heads
+        assert 4 <= shape.layers <= 11, (size, shape.layers)
+    large = model_sizes.near(preset("llama-3-8b"), 8e9)
+    assert (large.head_size, large.hidden % 256) == (128, 0)
+    fixed = model_sizes.near(like, 1e7, head_size=64)
+    assert (fixed.head_size, fixed.hidden % 64) == (64, 0)
+    with pytest.raises(UserError, match=r"the vocabulary of 128,256 is too large; give --vocab"):
+        model_sizes.near(preset("llama-3-8b"), 3e6)
 
 
 def test_two_of_hours_days_and_gpus_give_the_third():

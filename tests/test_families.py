@@ -359,8 +359,8 @@ EXACT = {"bloom": 1e-8}
 # Seven blocks with four norms each: in fp32 both sides are 2e-5 from the gradients in fp64.
 ROUNDED = {"gemma3_text": 6e-5, "gemma2": 3e-5}
 # Gated delta nets enlarge roundings: one of fp32 in the weights moves gradients in fp64 by up to
-# 5e-4, and how sums are ordered depends on the processor. In fp32 ours are 1e-4 from those in fp64, as transformers' are, but 1e-3 of Qwen3-Next; of
-# the tied Qwen3.5 theirs are 2e-3 from ours.
+# 5e-4, and the order of sums depends on the processor. In fp32 ours are 1e-4 from those in fp64, as
+# transformers' are, but 1e-3 of Qwen3-Next; of the tied Qwen3.5 theirs are 2e-3 from ours.
 ROUNDED |= {"qwen3_next": 2e-3, "qwen3_5_text": 2e-3, "qwen3_5_moe_text": 2e-3}
 ROUNDED |= {"olmo_hybrid": 5e-5, "qwen3_5_text tied": 4e-3}
 ROUNDED |= {"kimi_linear": 5e-5}  # each side is 1e-5 from fp64, and one rounding moves them by 4e-6

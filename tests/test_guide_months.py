@@ -14,9 +14,13 @@ TIMES_SHORTER = 50
 
 
 def commands() -> list[str]:
-    """The indented blocks, which may have empty lines inside."""
+    return blocks_of(TEXT)
+
+
+def blocks_of(text: str) -> list[str]:
+    """The indented blocks of a page, which may have empty lines inside."""
     found, lines = [], []
-    for line in [*TEXT.splitlines(), "end"]:
+    for line in [*text.splitlines(), "end"]:
         if line.startswith("    ") or (lines and not line):
             lines.append(line[4:])
         elif lines:

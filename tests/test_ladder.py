@@ -49,6 +49,7 @@ def write_target(folder: Path, layers: int = 8, hidden: int = 512, samples: int 
     path.write_text(
         f"[model]\nlayers = {layers}\nhidden = {hidden}\nheads = 4\nvocab_size = 512\n"
         f"seq_length = 128\n[training]\nglobal_batch_size = 8\ntrain_samples = {samples}\n"
+        'lr_schedule = "linear"\n'
     )
     return path
 
@@ -129,6 +130,32 @@ def test_a_ladder_that_says_nothing_is_a_sentence(words, message, runs):
         plan.ask(["ladder", *words.split()])
 
 
+@pytest.mark.parametrize(
+    ("group", "option", "value", "sentence"),
+    [
+        ("training", "lr", 0.5, r"lr is \S+ in \S+small and 0.5 in \S+large"),
+        ("training", "weight_decay", 0.2, "weight_decay is"),
+        ("model", "mup", 64, r"mup is 0 in \S+small and 64 in \S+large"),
+        ("data", "data", ["other"], "data is"),
+        (
+            "training",
+            "steps",
+            90_000,
+            r"large ended at [\d,]+ of 92,160,000 tokens: .* --resume goes on",
+        ),
+    ],
+)
+def test_runs_of_another_recipe_or_without_their_end_are_refused(
+    group, option, value, sentence, runs
+):
+    path = Path(runs[-1]) / "run.json"
+    facts = json.loads(path.read_text())
+    facts["config"][group][option] = value
+    path.write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=sentence):
+        plan.ask(["ladder", *runs])
+
+
 # ---- The recipe ----------------------------------------------------------------------------------
 
 BUDGET = "budget --gpu h100 --gpu-hours 2000 --gpus 16"
@@ -187,6 +214,31 @@ def test_the_laws_of_batch_and_rate_are_those_of_their_papers():
     assert critical.tokens(1e9, 1e11, loss=2.5) == pytest.approx(2e8 / 2.5 ** (1 / 0.21))
     assert RATE_LAW.rate(1e9, 1e11) == pytest.approx(1.79 * 1e9**-0.713 * 1e11**0.307, rel=1e-9)
     assert math.isclose(RATE_LAW.rate(1e9, 1e11), 1.64e-3, rel_tol=0.05)
+
+
+def test_hours_of_a_cpu_have_a_run_file_and_a_ladder(tmp_path):
+    """With another length of the samples than that of the model's preset: train.py takes both."""
+    path = tmp_path / "run.toml"
+    words = f"budget --gpu cpu --gpu-hours 8 --gpus 2 --seq-length 256 --write {path}"
+    lines = plan.ask(words.split()).text.splitlines()
+    large = validation.check(command_line.parse(["--config", str(path)]), 2)
+    assert 1e6 < parameters(large.model) < 1e7
+    assert large.model.max_positions == 256
+    rungs = [line.split("train.py ")[1] for line in lines if line.strip().startswith("ladder ")]
+    sizes = []
+    for words in rungs:
+        for ranks in (1, 2):
+            config = validation.check(command_line.parse(words.split()), ranks)
+        assert config.model.head_size == large.model.head_size  # muP's scores are for one size
+        sizes.append(parameters(config.model))
+    assert sizes == sorted(sizes)
+    for size, part in zip(sizes, (32, 16, 8), strict=True):
+        assert size == pytest.approx(parameters(large.model) / part, rel=0.15)
+    text = "\n".join(lines)
+    assert "in 4.0 hours" in text
+    assert "0.00 B" not in text
+    assert "note: chinchilla has runs from 44 M parameters on" in text
+    assert "try on by factors of 2: the law is far from its runs" in text
 
 
 def test_a_budget_too_small_for_a_ladder_is_a_sentence(tmp_path):

@@ -7,6 +7,7 @@ fast the model trains on the GPUs. The size is the one for which the tokens take
 """
 
 import math
+import shlex
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 
@@ -15,6 +16,7 @@ from architecture.shape import ModelShape
 from base import paths
 from base.console import as_typed
 from base.errors import LayoutError, UserError
+from config.command_line import to_words
 from tools.planner import cost, layouts, model_sizes, recipe
 from tools.planner.layout_table import notes, ranked_lines
 from tools.planner.questions import BILLION, Answer, Question
@@ -22,6 +24,7 @@ from tools.planner.scaling_laws import BATCH_LAWS, LAWS, Law
 from tools.report.text_table import columns
 
 DAY = 86400.0
+MILLION = 1e6
 DAYS = 30.0  # the length of a run if the user gives only GPU hours
 START_MFU = 0.4  # with which the search for the size begins
 TRIES = 6  # sizes that are tried at most
@@ -68,7 +71,9 @@ def budget(question: Question) -> Answer:
         best.seconds * end / best.line.prediction.seconds / DAY
         for end in best.line.prediction.interval
     )
-    days = f"{best.seconds / DAY:.1f} days ({low:.1f} to {high:.1f} in 9 of 10 cases)"
+    unit, name = (1, "days") if best.seconds >= DAY else (24, "hours")
+    between = f"{low * unit:.1f} to {high * unit:.1f}"
+    days = f"{best.seconds / DAY * unit:.1f} {name} ({between} in 9 of 10 cases)"
     where = f"{gpus} GPUs of {question.machine.name}"
     lines = [
         f"{_size(best)} for {_tokens(best)} on {where} in {days}, without stops",
@@ -85,9 +90,14 @@ def budget(question: Question) -> Answer:
         if best.parameters > law.most:
             most = f"{law.most / BILLION:.0f} B parameters"
             lines.append(f"note: {law.name} has runs up to {most}: beyond them it is uncertain")
+        if best.parameters < law.least:
+            lines.append(
+                f"note: {law.name} has runs from {law.least / MILLION:.0f} M parameters on: below "
+                "them its losses say nothing, and its tokens are a guess"
+            )
     lines += [*ranked_lines([best.line], best.question), *notes([best.line])]
-    command = as_typed(f"python plan.py layouts {_flags_of_shape(best)} --gpus {gpus}")
-    lines.append(f"its layouts: {command}")
+    words = shlex.join(_words_of_shape(best))
+    lines.append(f"its layouts: {as_typed(f'python plan.py layouts {words} --gpus {gpus}')}")
     if options.write:
         run, layout = best.question.config, best.line.layout
         written = recipe.make(run, layout, best.tokens, best.loss)
@@ -216,8 +226,8 @@ def _row(name: str, found: Found) -> list[str]:
     axes = f"tp {layout.tp} pp {layout.pp} cp {layout.cp} dp {layout.dp} zero {layout.zero}"
     return [
         name,
-        f"{found.parameters / BILLION:.2f} B",
-        f"{found.tokens / BILLION:,.0f} B",
+        _amount(found.parameters, 2),
+        _amount(found.tokens, 0),
         f"{found.tokens / found.parameters:.1f}",
         f"{found.loss:.3f}",
         axes.replace(" cp 1", ""),
@@ -225,15 +235,22 @@ def _row(name: str, found: Found) -> list[str]:
     ]
 
 
+def _amount(number: float, digits: int) -> str:
+    """Return parameters or tokens in billions, or in millions if the digits would be few."""
+    if number >= 10 * BILLION / 10**digits:
+        return f"{number / BILLION:,.{digits}f} B"
+    return f"{number / MILLION:,.{digits}f} M"
+
+
 def _size(found: Found) -> str:
     """Return a model's parameters as text."""
-    return f"{found.parameters / BILLION:.2f} B parameters"
+    return f"{_amount(found.parameters, 2)} parameters"
 
 
 def _tokens(found: Found) -> str:
     """Return the tokens as text, also for each parameter, with the loss by the law."""
     each = found.tokens / found.parameters
-    tokens = f"{found.tokens / BILLION:,.0f} B tokens ({each:.1f} a parameter"
+    tokens = f"{_amount(found.tokens, 0)} tokens ({each:.1f} a parameter"
     return f"{tokens}, loss {found.loss:.2f} by {found.law.name})"
 
 
@@ -244,21 +261,14 @@ def _shape(found: Found) -> str:
     return f"{sizes}, MLP {shape.ffn_hidden}, {shape.seq_length} tokens a sample"
 
 
-def _flags_of_shape(found: Found) -> str:
-    """Return the flags that give a shape to another question: those that differ from its model."""
-    shape = found.shape
-    flags = {
-        "layers": shape.layers,
-        "hidden": shape.hidden,
-        "heads": shape.heads,
-        "kv-heads": shape.kv_heads,
-        "ffn-hidden": shape.ffn_hidden,
-        "global-batch-size": found.question.config.training.global_batch_size,
-    }
-    model = found.question.options.model
-    words = [f"--model {model}"] if model else []
-    words += [f"--{name} {value}" for name, value in flags.items()]
-    return " ".join([*words, f"--gpu {found.question.machine.name}"])
+def _words_of_shape(found: Found) -> list[str]:
+    """Return the words that give a model, its batch and the machine to another question.
+
+    They have all options of the model: the one that it is like may be the default of this question.
+    """
+    batch = str(found.question.config.training.global_batch_size)
+    machine = ["--gpu", found.question.machine.name]
+    return [*to_words(found.shape), "--global-batch-size", batch, *machine]
 
 
 def _data(found: Found) -> dict:

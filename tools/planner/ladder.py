@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from config.command_line import parse
 from config.schema import Config
 from config.timeline import Timeline
 from tools.planner.questions import Answer
-from tools.planner.run_files import config_of, rows_of
+from tools.planner.run_files import config_of, facts_of, rows_of
 from tools.planner.scaling_laws import LAWS, Law
 from tools.report.text_table import columns
 
@@ -40,6 +40,14 @@ LAST_STEPS = 10
 LEAST = 0.005  # half of the interval is this share of the loss at least: seeds differ so much
 FARTHEST = 64.0  # parameters over those of the largest run, beyond which a prediction is a guess
 SURE = 0.02  # half of an interval over the loss, up to which the answer is to go on
+# Options that all runs of a ladder and the large run have alike, by their group.
+RECIPE = {
+    "model": ("vocab_size", "seq_length", "mup", "mup_base_layers", "mup_base_head_size"),
+    "training": (
+        *("optimizer", "lr", "min_lr", "lr_schedule", "weight_decay", "init_std"),
+        *("adam_beta1", "adam_beta2"),
+    ),
+}
 POINTS = 64  # of the curve that --write writes
 # Student's t of 0.95, for 1, 2, ... degrees of freedom; the last for all larger ones.
 STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.75)
@@ -50,6 +58,7 @@ class Rung:
     """A run of the ladder. tokens, losses: of its steps, ascending. loss: at its end."""
 
     path: str
+    config: Config
     parameters: int
     layers: int
     tokens: tuple[int, ...]
@@ -104,7 +113,7 @@ def terms(law: Law, parameters: float, tokens: float, layers: int) -> float:
 
 
 def read(path: str) -> Rung:
-    """Return a run of the ladder; UserError if it has no run.json or too few steps."""
+    """Return a run of the ladder; UserError if it has no run.json, too few steps or no end."""
     config = config_of(path)
     rows = [row for row in rows_of(Path(path) / "metrics.jsonl") if "loss" in row]
     rows = [row for row in rows if row.get("consumed_tokens") and row["loss"] is not None]
@@ -114,8 +123,17 @@ def read(path: str) -> Rung:
         )
     tokens = tuple(int(row["consumed_tokens"]) for row in rows)
     losses = tuple(float(row["loss"]) for row in rows)
+    data = facts_of(path)["config"].get("data", {}).get("data")
+    if data:
+        config = replace(config, data=replace(config.data, data=tuple(data)))
+    planned = tokens_of(config)
+    if tokens[-1] < planned:
+        raise RunError(
+            f"{path} ended at {tokens[-1]:,} of {planned:,} tokens: a run of a ladder is whole, "
+            "since its loss falls the most when its rate does; --resume goes on"
+        )
     model = config.model
-    return Rung(path, model_stats.parameters(model), model.layers, tokens, losses)
+    return Rung(path, config, model_stats.parameters(model), model.layers, tokens, losses)
 
 
 def fit(rungs: Sequence[Rung], law: Law) -> Fit:
@@ -130,6 +148,34 @@ def fit(rungs: Sequence[Rung], law: Law) -> Fit:
     residuals = [loss - (e + s * each) for loss, each in zip(losses, x, strict=True)]
     sigma = math.sqrt(sum(each**2 for each in residuals) / (len(x) - 2))
     return Fit(law, float(e), float(s), sigma, tuple(x))
+
+
+def check_recipe(rungs: Sequence[Rung], target: str | None, large: Config | None) -> None:
+    """Raise UserError if runs differ in more than their sizes, lengths and batches.
+
+    Then their losses are not those of one law. target, large: the run file of the large run, and
+    its options, which must be the same; or None.
+    """
+    runs = [(rung.path, rung.config) for rung in rungs]
+    runs += [(target, large)] if target and large else []
+    first, of_first = runs[0]
+    for path, config in runs[1:]:
+        for name, value in recipe_of(config).items():
+            if value != (other := recipe_of(of_first)[name]):
+                raise UserError(
+                    f"the runs of a ladder have one recipe, but {name} is {other} in {first} and "
+                    f"{value} in {path}"
+                )
+
+
+def recipe_of(config: Config) -> dict[str, Any]:
+    """Return what all runs of a ladder have alike. Of the corpora it has the names, not folders."""
+    values = {
+        name: getattr(getattr(config, group), name)
+        for group, names in RECIPE.items()
+        for name in names
+    }
+    return values | {"data": " ".join(Path(str(word)).name for word in config.data.data)}
 
 
 def predict(rungs: Sequence[Rung], law: Law, model_of: Config, tokens: float) -> Prediction:
@@ -155,7 +201,9 @@ def ladder(runs: Sequence[str], target: str | None, law: str | None, write: str 
     if write and not target:
         raise UserError("--write writes the curve of the run of --for-run: give its file")
     rungs = sorted((read(path) for path in runs), key=lambda rung: rung.parameters)
+    config = parse(["--config", target]) if target else None
     found = fit(rungs, LAWS[law or "chinchilla"])
+    check_recipe(rungs, target, config)
     lines = columns([HEADS, *(_row(rung, found) for rung in rungs)], HEADS[:1])
     off = max(abs(rung.loss / _fitted(rung, found) - 1) for rung in rungs)
     lines.append(
@@ -164,9 +212,8 @@ def ladder(runs: Sequence[str], target: str | None, law: str | None, write: str 
     )
     data: dict[str, Any] = {"e_nats": found.e, "s_factor": found.s, "sigma_nats": found.sigma}
     data["off_fraction"] = off
-    if not target:
+    if not target or not config:
         return Answer("\n".join(lines), data)
-    config = parse(["--config", target])
     tokens = tokens_of(config)
     said = predict(rungs, found.law, config, tokens)
     size = model_stats.parameters(config.model)

@@ -28,6 +28,12 @@ from tools.planner.layouts import Ranked
 STEPS = (1024, 512, 256, 128, 32)
 NEAR = 0.03  # shapes whose parameters are so near to the number asked for are equal
 USUAL = 110.0  # the hidden size over the number of blocks: 128 of Llama 8B and GPT-3, 102 of 70B
+HEAD = 128  # the head size of published models from some hundred million parameters on
+# A hidden size below SMALL has heads of SMALL_HEAD, as many for a key head as the model that it is
+# like, and SMALL_LAYERS blocks. Pythia's models of 14 M and 31 M parameters have 6 blocks of 128
+# and 256 with heads of 32; llama2.c's of 260 K and 15 M 5 of 64 with heads of 8, 6 of 288 with 48.
+SMALL, SMALL_HEAD, SMALL_LAYERS = 512, 16, 6
+SMALL_NEAR = 0.1  # in place of NEAR: half of a block is about so much of a small model
 MOST_NODES = 10_000  # `smallest` tries no more nodes than this
 
 Fits = Callable[[ModelShape, int], Ranked | None]  # the arguments are the model and the GPUs
@@ -77,45 +83,57 @@ def resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShap
 
     The proportions of `like` are kept. As many query heads share one key head as there, or if this
     number does not divide `heads`, their common divisor. The MLP is wider than the hidden size by
-    the same factor, rounded to a multiple of 128.
+    the same factor, rounded to a multiple of 128, or of SMALL_HEAD in a small shape.
     """
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads}
     sizes |= {"kv_heads": heads // math.gcd(heads, like.heads // like.kv_heads)}
     if like.ffn_hidden != like.default_ffn():
-        sizes["ffn_hidden"] = max(1, round(like.ffn_hidden / like.hidden * hidden / 128)) * 128
+        step = SMALL_HEAD if _is_small(hidden, heads) else HEAD
+        sizes["ffn_hidden"] = max(1, round(like.ffn_hidden / like.hidden * hidden / step)) * step
     if not like.is_latent:  # the heads of latent attention stay as wide as they are
         sizes["head_size"] = hidden // heads
     return reshape(like, sizes)
 
 
-def near(like: ModelShape, size: float) -> ModelShape:
+def _is_small(hidden: int, heads: int) -> bool:
+    """Return whether a shape is one with heads of SMALL_HEAD below SMALL."""
+    return hidden < SMALL and hidden == heads * SMALL_HEAD
+
+
+def near(like: ModelShape, size: float, head_size: int | None = None) -> ModelShape:
     """Return the shape of about `size` parameters whose width and depth are the most usual.
 
-    like: a model whose other options the result has. Of the shapes whose parameters are the nearest
-    (NEAR), the one is taken whose hidden size divided by its blocks is the nearest to USUAL.
+    like: a model whose other options the result has. head_size: the size of the heads; None: HEAD,
+    or SMALL_HEAD for a hidden size below SMALL. Of the shapes whose parameters are the nearest
+    (NEAR), the one is taken whose hidden size divided by its blocks is the nearest to the usual.
+    Raise UserError if the vocabulary leaves no shape of the size.
     """
     shapes = []
-    for hidden in range(128, 65536, 128):
-        step = next(step for step in STEPS if hidden >= 4 * step)
-        if hidden % step:
+    if like.is_latent:  # its heads have sizes of their own; their number is as with HEAD
+        head_size = HEAD
+    for hidden in range(SMALL_HEAD, 65536, SMALL_HEAD):
+        own = head_size or (HEAD if hidden >= SMALL else SMALL_HEAD)
+        step = max(own, next((step for step in STEPS if hidden >= 4 * step), 1))
+        if hidden % step or hidden % own:
             continue
-        block = parameters(resized(like, 2, hidden, hidden // 128)) - parameters(
-            resized(like, 1, hidden, hidden // 128)
-        )
-        rest = parameters(resized(like, 1, hidden, hidden // 128)) - block
-        layers = round((size - rest) / block)
+        if own == SMALL_HEAD and hidden // own % (like.heads // like.kv_heads):
+            continue  # as many query heads share a key head in all small shapes
+        one, two = (parameters(resized(like, count, hidden, hidden // own)) for count in (1, 2))
+        layers = round((size - one) / (two - one)) + 1
         if layers < max(1, hidden // 300):
             break
-        shapes.append(resized(like, layers, hidden, hidden // 128))
+        shapes.append(resized(like, layers, hidden, hidden // own))
     if not shapes:
         raise LayoutError(
-            f"no shape like this has {size:,.0f} parameters: the vocabulary is larger"
+            f"no shape like this has {size:,.0f} parameters: the vocabulary of "
+            f"{like.vocab_size:,} is too large; give --vocab-size or --model"
         )
 
     def off(shape: ModelShape) -> tuple[float, float]:
         error = abs(parameters(shape) / size - 1)
-        ratio = shape.hidden / shape.layers
-        return max(0.0, error - NEAR), abs(math.log(ratio / USUAL))
+        small = _is_small(shape.hidden, shape.heads)
+        equal, usual = (SMALL_NEAR, shape.hidden / SMALL_LAYERS) if small else (NEAR, USUAL)
+        return max(0.0, error - equal), abs(math.log(shape.hidden / shape.layers / usual))
 
     return min(shapes, key=off)
 

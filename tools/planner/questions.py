@@ -74,7 +74,8 @@ class Question:
         """
         samples = self.config.training.global_batch_size
         tokens = samples * self.config.model.seq_length
-        text = f"global batch {samples} ({tokens / 1e6:,.1f}M tokens a step"
+        amount = f"{tokens / 1e6:,.1f}M" if tokens >= 1e6 else f"{tokens / 1e3:,.1f}K"
+        text = f"global batch {samples} ({amount} tokens a step"
         return text + ("; the planner's default)" if self.has_default_batch else ")")
 
     @property

@@ -31,6 +31,7 @@ from tools.planner.scaling_laws import BATCH_LAWS, RATE_LAW
 
 PARTS = (32, 16, 8)  # the runs of the ladder have this part of the large one's parameters
 WARMUP = 0.01  # share of the run
+WARMUP_STEPS = 20  # at least: over so many the second moment is a mean, 1 / (1 - 0.95)
 MOST_OF_LARGE = 0.9  # a ladder's largest run has less than this of the large run's parameters
 
 
@@ -49,10 +50,13 @@ class Recipe:
         laws = ", ".join(f"{name} {_count(tokens)}" for name, tokens in self.batches.items())
         base = self.rungs[0].model
         warmup = training.lr_warmup_samples * model.seq_length
+        law = RATE_LAW.source
+        if self._is_below_law:
+            law += f", whose runs have {RATE_LAW.least / 1e6:.0f} M parameters or more"
         return [
             f"batch    {_count(batch)} tokens a step; by law {laws}",
             f"rate     {training.lr:.2g} at the base, {base.layers} blocks of {base.hidden} (law: "
-            f"{RATE_LAW.source}), kept by muP: --mup {model.mup} --mup-base-layers "
+            f"{law}), kept by muP: --mup {model.mup} --mup-base-layers "
             f"{model.mup_base_layers} (law)",
             f"decay    {training.weight_decay:g}; Adam's betas {training.adam_beta1:g}, "
             f"{training.adam_beta2:g} (habit)",
@@ -60,6 +64,11 @@ class Recipe:
             "fall to 0 (arXiv 2502.15938)",
             f"init     deviation {training.init_std:g} at the base (habit), by class as muP (law)",
         ]
+
+    @property
+    def _is_below_law(self) -> bool:
+        """Whether the base is smaller than the runs of the law of the rate by a factor of 10."""
+        return 10 * _without_embedding(self.rungs[0].model) < RATE_LAW.least
 
     def commands(self, path: str) -> list[str]:
         """Return the commands of the ladder, and of what follows it; path: the large run's file."""
@@ -73,6 +82,11 @@ class Recipe:
             f"first: ladder 1 with --lr {rate / 2:.2g}, {rate:.2g} and {2 * rate:.2g}; all others "
             "then have the best of them"
         )
+        if self._is_below_law:
+            lines.append(
+                "if the best is the lowest or the highest, try on by factors of 2: the law is far "
+                "from its runs"
+            )
         lines.append(
             f"then: python plan.py ladder runs/ladder/* --for-run {path} --write expected.json"
         )
@@ -115,9 +129,8 @@ def make(run: Config, layout: Layout, tokens: float, loss: float) -> Recipe:
         share = BATCH_LAWS[0].tokens(parameters, read) / BATCH_LAWS[0].tokens(size, tokens)
         samples = 2 ** max(3, round(math.log2(share * large / shape.seq_length)))
         training = replace(run.training, global_batch_size=samples)
-        rungs.append(
-            _config(replace(run, training=training), shape, base, Layout(dp=1), read, rate)
-        )
+        small = Layout(dp=1, micro_batch_size=_micro_batch(layout, samples))
+        rungs.append(_config(replace(run, training=training), shape, base, small, read, rate))
     batches = {law.name: law.tokens(size, tokens, loss) for law in BATCH_LAWS}
     check_mup(run.model, run.training.optimizer)
     return Recipe(run, tuple(rungs), batches)
@@ -125,16 +138,27 @@ def make(run: Config, layout: Layout, tokens: float, loss: float) -> Recipe:
 
 def _count(number: float) -> str:
     """Return a number of tokens or parameters with its unit, such as 4.2M."""
-    unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
+    unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M") if number >= 2e5 else (1e3, "K")
     return f"{number / unit:.3g}{name}"
 
 
 def _rung(like: ModelShape, size: int, part: int) -> ModelShape:
     """Return the shape of a run of the ladder."""
     try:
-        return model_sizes.near(like, size / part)
+        return model_sizes.near(like, size / part, like.head_size)  # muP's heads keep their size
     except UserError as error:
         raise error.said(f"budget: no ladder for {size:,} parameters: {error}") from None
+
+
+def _micro_batch(layout: Layout, samples: int) -> int:
+    """Return the micro-batch of a run of the ladder, which runs on one to dp ranks.
+
+    It is that of the large run if a rank there has whole blocks and at least an eighth of the
+    optimizer's state: then the small run needs no more memory. Otherwise it is 1.
+    """
+    if layout.tp * layout.pp * layout.cp > 1 or layout.dp > PARTS[-1] or samples % layout.dp:
+        return 1
+    return math.gcd(layout.micro_batch_size, samples // layout.dp)
 
 
 def _without_embedding(model: ModelShape) -> int:
@@ -150,7 +174,7 @@ def _config(
     model = reshape(shape, {"mup": base.hidden, "mup_base_layers": base.layers})
     batch = run.training.global_batch_size
     samples = max(1, round(tokens / shape.seq_length / batch)) * batch
-    warmup = max(batch, round(WARMUP * samples / batch) * batch)
+    warmup = max(WARMUP_STEPS, round(WARMUP * samples / batch)) * batch
     changed: dict[str, Any] = {"lr": rate, "min_lr": 0.0, "lr_schedule": "linear", "steps": None}
     changed |= {"lr_warmup_samples": warmup, "train_samples": samples}
     training = replace(run.training, **changed)
@@ -172,7 +196,7 @@ def _words(rung: Config, path: str, out: str) -> list[str]:
         "tp": 1,
         "pp": 1,
         "cp": 1,
-        "micro-batch-size": 1,
+        "micro-batch-size": rung.layout.micro_batch_size,
         "out": out,
     }
     words = ["python", "train.py", "--config", path]

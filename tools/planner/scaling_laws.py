@@ -18,7 +18,8 @@ class Law(NamedTuple):
     """A law with its constants and their source.
 
     ratio: tokens for each parameter, if they are stated in place of the optimum of the loss; else
-    None. most: the parameters of the largest model among the runs of the law.
+    None. least, most: the parameters of the smallest and of the largest model among the runs of the
+    law.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Law(NamedTuple):
     c: float = 0.0
     gamma: float = 0.0
     ratio: float | None = None
+    least: float = 0.0
     most: float = 0.0
 
     def tokens(self, parameters: float) -> float:
@@ -60,6 +62,7 @@ LAWS = {
             b=2085.43,
             beta=0.3658,
             ratio=20.0,
+            least=44e6,
             most=16e9,
         ),
         # Fitted by benchmarks/planner/loss_rows.py, each model held out: 0.6 % off in the mean.
@@ -73,6 +76,7 @@ LAWS = {
             beta=0.54881,
             c=0.76377,
             gamma=1.1702,
+            least=48e6,
             most=2.1e9,
         ),
     )
@@ -109,9 +113,13 @@ BATCH_LAWS = (
 
 
 class RateLaw(NamedTuple):
-    """A law of AdamW's best peak rate: factor x N^size x D^data, N without the embeddings."""
+    """A law of AdamW's best peak rate: factor x N^size x D^data, N without the embeddings.
+
+    least: the parameters of the smallest of its runs.
+    """
 
     source: str
+    least: float
     factor: float
     size: float
     data: float
@@ -121,4 +129,4 @@ class RateLaw(NamedTuple):
         return float(self.factor * parameters**self.size * tokens**self.data)
 
 
-RATE_LAW = RateLaw("arXiv 2503.04715", 1.79, -0.713, 0.307)
+RATE_LAW = RateLaw("arXiv 2503.04715", 60e6, 1.79, -0.713, 0.307)
