@@ -207,7 +207,8 @@ class NodeError(UserError):
 
 def error_of(sentence: str, code: str) -> UserError:
     """Return the error with a code, of another process. code: of a class with a sentence alone."""
-    kinds = {kind.code: kind for kind in (UserError, *UserError.__subclasses__())}
+    classes: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
+    kinds = {kind.code: kind for kind in classes}
     return kinds[code](sentence)
 
 

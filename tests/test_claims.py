@@ -58,6 +58,7 @@ def test_answers_and_docs_name_the_newest_release(name):
     docs = (ROOT / "docs" / "planning.md").read_text()
     heading = re.search(r"^\| \| Megatron-LM, .*$", docs, flags=re.M)
     assert heading
-    assert program.version in heading[0]
+    said = f"`--for {name}` is {claim['name']} {program.version} "  # a program without a column
+    assert program.version in heading[0] or said in docs
     for version in releases.versions(name):
         assert f"`{name}@{version}`" in docs or version == program.version

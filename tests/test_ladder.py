@@ -82,7 +82,7 @@ def test_more_noise_gives_a_wider_interval(tmp_path):
         paths = [str(write_run(folder / n, *size, noise=noise)) for n, size in SIZES.items()]
         data = plan.ask(["ladder", *paths, "--for-run", str(target)]).data
         widths.append(data["between_nats"][1] - data["between_nats"][0])
-        sigmas.append(data["sigma"])
+        sigmas.append(data["sigma_nats"])
     assert sigmas[1] > 10 * sigmas[0]
     assert widths[1] > widths[0]
 

@@ -128,7 +128,7 @@ def test_the_first_line_is_a_bet_and_the_fastest_by_the_median_has_its_own():
     assert {"cp 16", "512 tokens a rank with cp"} < set(median["far"])
     line = next(one for one in found.text.splitlines() if one.startswith("the fastest by the med"))
     assert " ".join(median["flags"]) in line
-    assert f"{median['quantile']:.2f} s, " in line
+    assert f"{median['quantile_seconds']:.2f} s, " in line
     assert line.endswith(", ".join(median["far"]))
 
 
