@@ -337,6 +337,7 @@ def test_every_value_of_every_option_has_a_small_run_and_words(tmp_path):
     assert names >= {"--rampup-batch-size", "--batch-schedule", "--data", "--eval-data"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_option_runs_small(tmp_path):
     """On one rank, with what is decoded and scored after the steps.

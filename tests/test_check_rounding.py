@@ -110,8 +110,11 @@ RIGHT = {
 PLAIN = "--layers 12 --hidden 768 --heads 2 --seq-length 20 --vocab-size 50257 --steps 9"
 
 
+LONG = [pytest.param(rule, marks=pytest.mark.long) for rule in ("signum", "cautious", "soap")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RIGHT)
+@pytest.mark.parametrize("rule", ["lion", "adamw", "adafactor", *LONG])
 def test_a_right_rule_is_equal_where_rounding_decides(rule, tmp_path):
     copy_of_code(tmp_path)
     if rule in tomllib.loads(RULES.read_text()):

@@ -93,6 +93,7 @@ def test_two_calls_of_ten_minutes(tmp_path):
         assert sum(limits[name] for name in names) <= gpu_day.CALL
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_new_parts_of_both_calls_run_on_a_cpu(tmp_path):
     script = ["bash", "scripts/gpu_day.sh", "--rehearse", "--out", str(tmp_path)]
@@ -208,6 +209,7 @@ def test_the_rehearsal_of_four_parts(tmp_path):
     assert "there is no part 'fact'" in wrong.err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_nccl_tests_run_on_the_cpu():
     """The layouts on two ranks, so that they are right when they first meet a GPU."""

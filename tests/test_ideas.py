@@ -122,7 +122,9 @@ def test_what_makes_an_idea_wrong_is_there_once(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize(
+    "name", [RUN[0], *(pytest.param(x, marks=pytest.mark.long) for x in RUN[1:])]
+)
 def test_an_idea_is_equal_in_every_layout_and_its_missing_sum_is_found(name, tmp_path):
     case = WRONG[name]
     options, path = case.get("options", ""), case["file"]

@@ -2,7 +2,6 @@
 layout, or in transformers.
 """
 
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,11 +12,10 @@ import pytest
 import sample_worker
 import task_worker
 import test_golden
-import test_ideas
 import test_muon
 import torch
 from compare import assert_within
-from ranks import ROOT, results_of
+from ranks import results_of
 
 import costs.mixer_terms
 import plan
@@ -26,6 +24,7 @@ from architecture.model_stats import parameters
 from architecture.shape import ModelShape
 from architecture.tensors import canonical_shapes
 from base.errors import UserError
+from benchmarks.faults.check_faults import FAULTS, PUBLIC, asked, faults_of, judged
 from config import validation
 from config.schema import Config, Layout, Training
 from costs import hardware
@@ -379,69 +378,20 @@ def test_scores_of_tasks_in_layouts_are_those_of_one_rank(tmp_path):
             compare.assert_close(result[name], expected[name], 1e-11)
 
 
-# How mistakes of public code are written here: the mixer, the file, what is there, what would be
-# wrong, and what check.py has to say.
-MISTAKES = {
-    "packed rows cut wrongly under tp": (
-        "gated_delta_net",
-        "layers/gated_delta_net.py",
-        "self.inputs(x).unflatten(-1, (-1, self.rows))",
-        "self.inputs(x).unflatten(-1, (self.rows, -1)).transpose(2, 3)",
-        "blocks.0.gated_delta_net",
-    ),
-    "the gated norm's gradient not summed over tp": (
-        "gated_delta_net",
-        "layers/delta_mixer.py",
-        "fill=1.0, partial=True",
-        "fill=1.0",
-        "gated_delta_net.norm.weight",
-    ),
-    "KDA's norm trained from a partial gradient": (
-        "kda",
-        "layers/delta_mixer.py",
-        "fill=1.0, partial=True",
-        "fill=1.0",
-        "kda.norm.weight",
-    ),
-    "the state leaks into the next document": (
-        "mamba2",
-        "layers/mamba2.py",
-        "(segment.offsets, segment.state",
-        "(None, segment.state",
-        "which it may not see",
-    ),
-    "the convolution reads the document before": (
-        "short_conv",
-        "layers/recurrent_mixer.py",
-        "causal_conv(self.channels, taps, self.before, self.offsets)",
-        "causal_conv(self.channels, taps, self.before, None)",
-        "which it may not see",
-    ),
-    "segments in the order of ranks": (
-        "gated_delta_net",
-        "distributed/context_parallel.py",
-        "torch.cat([every[group.rank], every[-1 - group.rank]])",
-        "torch.cat([every[group.rank], every[group.rank + 1]])",
-        "blocks.0.gated_delta_net",
-    ),
-}
+# Rows of benchmarks/faults/public/faults.toml, which has all that are about mixers.
+PLANTED = [
+    "KDA's norm is trained from a partial gradient",
+    pytest.param("a state goes on into the next document", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_check_finds_the_mistakes_of_public_code(mistake, tmp_path):
-    mixer, path, right, wrong, said = MISTAKES[mistake]
-    code = tmp_path / "code"
-    left_out = shutil.ignore_patterns(".*", "runs", "tests", "benchmarks", "docs", "data", "site")
-    shutil.copytree(ROOT, code, ignore=left_out)
-    text = (code / path).read_text()
-    assert right in text
-    (code / path).write_text(text.replace(right, wrong))
-    options = f"--set mixer={mixer} mixer_blocks=3:1 --reset-attention --eod-token 5"
-    sizes = "--layers 4 --hidden 64 --heads 8 --seq-length 64 --vocab-size 64 --positions rotary"
-    outcome = test_ideas.check(code, f"{sizes} {options}", ("tp 2", "cp 2"))
-    assert outcome.status == 1, outcome
-    assert said in outcome.out
+@pytest.mark.parametrize("name", PLANTED)
+def test_check_finds_the_mistakes_of_public_code(name):
+    faults, runs = faults_of([FAULTS, PUBLIC])
+    (fault,) = [fault for fault in faults if fault["name"] == name]
+    (row,) = asked(runs, fault)
+    assert judged(fault, row)[:2] == (True, True), row["text"]
 
 
 # ---- Counts --------------------------------------------------------------------------------------

@@ -290,6 +290,6 @@ def test_check_finds_a_mean_over_the_targets_of_a_replica(tmp_path):
     (code / "trainer.py").write_text(text.replace(RIGHT, BY_LOCAL_COUNTS))
     words = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 61 --positions rotary"
     words += " --mtp-depth 1 --eod-token 5 --mask-eod-loss --reset-attention"
-    outcome = test_ideas.check(code, words, ("dp 2", "cp 2"))
+    outcome = test_ideas.check(code, words, ("dp 2",))
     assert outcome.status == 1, outcome
     assert "blocks.2" in outcome.out

@@ -27,6 +27,10 @@ SHAPE += "--precision bf16 --global-batch-size 8 "
 
 
 SLOW = pytest.mark.slow
+LARGE = ("384 ranks", "cp 4 over heads and keys, tp 2", "experts of 2 nodes")
+EACH_CASE = [
+    pytest.param(name, marks=[pytest.mark.long] if name in LARGE else []) for name in CASES
+]
 
 
 def rehearsed(cases: dict[str, tuple[int, str]], folder: Path, *how: str) -> dict:
@@ -38,23 +42,42 @@ def rehearsed(cases: dict[str, tuple[int, str]], folder: Path, *how: str) -> dic
     return pickle.loads(out.read_bytes())
 
 
-@pytest.fixture(scope="module")
-def rehearsals(tmp_path_factory) -> dict:
-    """The configurations of the suite."""
+def rehearsed_cases(names: list[str], folder: Path) -> dict:
+    """The rehearsals of cases by name."""
     # Two layers for each stage, which others would repeat, but where buffers would outweigh them.
     layers = {"384 ranks": 12, "ZeRO 2, pp 2": 8}
     cases = {}
-    for name in CASES:
+    for name in names:
         world, line = CASES[name]
         few = 4 if "--pp" in line else 2
         cases[name] = (world, f"{line} --layers {layers.get(name, few)}")
-    return rehearsed(cases, tmp_path_factory.mktemp("rehearsals"))
+    return rehearsed(cases, folder)
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory) -> dict:
+    """The configurations of the suite, without the large ones."""
+    names = [name for name in CASES if name not in LARGE]
+    return rehearsed_cases(names, tmp_path_factory.mktemp("rehearsals"))
+
+
+@pytest.fixture(scope="module")
+def large_rehearsals(tmp_path_factory) -> dict:
+    """The configurations that take most of the time."""
+    return rehearsed_cases(list(LARGE), tmp_path_factory.mktemp("large"))
+
+
+@pytest.fixture
+def of_case(request, name: str):
+    """The rehearsal of a case."""
+    of = "large_rehearsals" if name in LARGE else "rehearsals"
+    return request.getfixturevalue(of)[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_right_configurations_raise_no_alarm(rehearsals, name):
-    run = rehearsals[name]
+@pytest.mark.parametrize("name", EACH_CASE)
+def test_right_configurations_raise_no_alarm(of_case, name):
+    run = of_case
     assert mismatches(run.world) == []
     assert deadlock(run.world) is None
     assert len(run.world.traces) == CASES[name][0]
@@ -68,9 +91,9 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_memory_is_what_the_planner_says(rehearsals, name):
-    run = rehearsals[name]
+@pytest.mark.parametrize("name", EACH_CASE)
+def test_memory_is_what_the_planner_says(of_case, name):
+    run = of_case
     for stage, parts in enumerate(memory.run_memory(run.config, node=run.node)):
         peak = max(record.step_peak for record in run.records if record.stage == stage)
         assert peak == pytest.approx(sum(parts.values()), rel=0.04), stage
@@ -78,9 +101,16 @@ def test_memory_is_what_the_planner_says(rehearsals, name):
 
 @pytest.mark.slow
 def test_planted_mismatches_are_found_and_named(rehearsals):
-    """In worlds of 4 to 384 ranks; a rank's whole name and the group's are in a sentence."""
+    """In worlds of 4 and 8 ranks; a rank's whole name and the group's are in a sentence."""
     missed, planted, kinds_planted = [], 0, set()
-    for name in ("tp 2 pp 2 dp 2", "384 ranks", "ZeRO 2, pp 2", "ZeRO 3", "sequence parallel"):
+    names = (
+        "tp 2 pp 2 dp 2",
+        "ZeRO 2, pp 2",
+        "ZeRO 3",
+        "sequence parallel",
+        "cp 4 over heads, pp 2",
+    )
+    for name in names:
         for seed, kind in enumerate(KINDS * 4):
             try:
                 world, rank, role, about = plant(rehearsals[name].world, kind, seed)

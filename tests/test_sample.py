@@ -154,8 +154,10 @@ def test_a_text_becomes_long_where_the_first_block_does_not_turn(case, tmp_path,
 
 @pytest.mark.slow
 def test_every_familys_greedy_tokens_are_those_of_transformers(tmp_path, capsys):
-    """Imported from transformers; on one rank."""
-    check_greedy_tokens(pytest.importorskip("test_families").CASES, tmp_path, capsys)
+    """Imported from transformers; on one rank. Of a family's cases the first: test_families.py has
+    the logits of all."""
+    cases = [case for case in pytest.importorskip("test_families").CASES if " " not in case]
+    check_greedy_tokens(cases, tmp_path, capsys)
 
 
 def check_greedy_tokens(cases, tmp_path: Path, capsys) -> None:
