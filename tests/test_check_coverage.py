@@ -121,7 +121,7 @@ def test_every_size_of_an_axis_runs_and_pairs_of_sizes_that_fit(tmp_path, words)
 @pytest.mark.parametrize("kv_heads", [4, 8])
 @pytest.mark.parametrize("mixer", ["gated_delta_net", "kda", "mamba2"])
 def test_four_tensor_ranks_divide_the_heads_of_a_mixer(tmp_path, mixer, kv_heads):
-    """A gated delta net has fewer key heads there, as a model may that has fewer of them."""
+    """With fewer key/value heads it has fewer key heads there, which ranks then have in common."""
     words = f"{LLAMA} --kv-heads {kv_heads} --set mixer={mixer} mixer_blocks=3:1"
     made = plan(
         tmp_path, f"{words} mixer_value_heads=16 mixer_key_heads={16 if mixer == 'kda' else 8}"
@@ -129,7 +129,7 @@ def test_four_tensor_ranks_divide_the_heads_of_a_mixer(tmp_path, mixer, kv_heads
     pairs = [(made.small, made.layouts)] + [(each.config, each.layouts) for each in made.others]
     models = [config.model for config, layouts in pairs if any(x.tp == 4 for x in layouts)]
     assert models
-    if mixer != "kda":
+    if mixer != "kda" and kv_heads == 4:
         assert any(model.mixer_key_heads < 4 for model in models)
 
 
