@@ -137,12 +137,15 @@ def read(path: str) -> Rung:
 
 
 def fit(rungs: Sequence[Rung], law: Law) -> Fit:
-    """Return the fit of runs by a law; UserError if there are too few, or all of one size."""
+    """Return the fit of runs by a law; UserError if there are too few, or all are alike."""
     if len(rungs) < FEWEST:
         raise UserError(f"a ladder has {FEWEST} runs or more, not {len(rungs)}")
     x = [terms(law, rung.parameters, rung.end, rung.layers) for rung in rungs]
     if max(x) / min(x) < 1.02:
-        raise UserError("the runs of a ladder have different sizes; these are all alike")
+        raise UserError(
+            "the runs of a ladder differ in what the law says of their sizes and tokens; "
+            f"by {law.name} these are all alike: {min(x):.4g} to {max(x):.4g}"
+        )
     losses = [rung.loss for rung in rungs]
     s, e = np.polyfit(x, losses, 1)
     residuals = [loss - (e + s * each) for loss, each in zip(losses, x, strict=True)]
