@@ -96,7 +96,7 @@ def test_stages_tells_which_loads_of_experts_fit():
     equal = answer.data["memory"][answer.data["fullest_rank"]]["total_bytes"]
     assert loads["rows_over_mean_factor"] == 8
     assert loads["total_bytes"] > equal
-    assert f"the fullest GPU needs {loads['total'] / 1e9:.1f} GB" in answer.text
+    assert f"the fullest GPU needs {loads['total_bytes'] / 1e9:.1f} GB" in answer.text
     assert ask(question.replace("--ep 8", "--ep 1")).data["expert_loads"] is None
     # With a larger accepted risk, a larger load is safe.
     riskier = ask(f"{question} --risk 0.5").data["expert_loads"]
