@@ -145,8 +145,6 @@ def key_parameters(model: ModelShape) -> int:
 
     Several tensor ranks have them if there are fewer key heads than ranks.
     """
-    if model.mixer in ("attention", "short_conv"):
-        return 0
     of_column = model.hidden + model.mixer_kernel
     of_column += model.mixer == "mamba2" and model.mixer_conv_bias
     return key_columns(model) * of_column
