@@ -374,14 +374,14 @@ def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
             if isinstance(text, str):
                 yield text
             else:
-                bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
+                bad.add(place, f"has {_named(text)} as {key!r}, not a text")
         return
     rows = _rows_of_csv if kind_of(path) == ".csv" else _rows_of_arrow
     for number, text in rows(path, key):
         if isinstance(text, str):
             yield text
         else:
-            bad.add(f"{path}:{number}", f"has a {type(text).__name__} as {key!r}, not a text")
+            bad.add(f"{path}:{number}", f"has {_named(text)} as {key!r}, not a text")
 
 
 def objects_of(
@@ -407,6 +407,14 @@ def objects_of(
                     yield place, found
 
 
+def _named(value: Any) -> str:
+    """The kind of a value that is no text, in JSON's words."""
+    if value is None:
+        return "null"
+    words = {bool: "true or false", list: "a list", dict: "an object", bytes: "bytes"}
+    return words.get(type(value), "a number")
+
+
 def _without_mark(begin: bytes) -> bytes:
     """The beginning of a file without the mark with which some programs begin UTF-8."""
     return begin.removeprefix(codecs.BOM_UTF8)
@@ -424,7 +432,8 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> dict[str, Any] | str:
         return "is not JSON that can be read: it is nested too deeply"
     key = next((key for key in keys if isinstance(found, dict) and key in found), None)
     if key is None:
-        return f"has no key {' and no '.join(map(repr, keys))}"
+        there = f", but {', '.join(map(repr, found))}" if isinstance(found, dict) and found else ""
+        return f"has no key {' and no '.join(map(repr, keys))}{there:.200}"
     # What is no text is written as JSON again, to look at all of its texts.
     value = found[key]
     text = value if isinstance(value, str) else json.dumps(found, ensure_ascii=False)
@@ -455,7 +464,10 @@ def _rows_of_csv(path: Path, key: str) -> Iterator[tuple[int, Any]]:
         end = 0  # the line with which the row before ends
         try:
             if key not in (table.fieldnames or ()):
-                raise CorpusError(f"{path} has no column {key!r} in its first line")
+                there = ", ".join(table.fieldnames or ("nothing",))
+                raise CorpusError(
+                    f"{path} has no column {key!r} in its first line, but {there:.200}"
+                )
             end = table.line_num
             for row in table:
                 yield (end := table.line_num), row[key]

@@ -28,6 +28,7 @@ for line in sys.stdin:
 def answer(losses: list, norms: list, seconds: float = 1.0) -> str:
     """Return the line that a rank writes about a block of steps."""
     found = {"seconds": seconds, "results": list(zip(losses, norms)), "peak": 2}
+    found |= {"busy": seconds, "kernels": {}}
     return json.dumps(found)
 
 
@@ -77,6 +78,15 @@ def test_experts_by_hand_and_on_one_rank_compute_the_same():
     assert done.status == 0, done.err
     assert done.out.count("| experts by hand: all-to-all") == 1
     assert done.out.count("| Trine one rank |") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "peers"), [("experts", 2), ("hybrid", 1)])
+def test_models_of_transformers_compute_the_same(row: str, peers: int):
+    words = ["--rows", row, "--rounds", "1", "--shape", f"tiny {row}"]
+    done = start([*BENCHMARK, *words], timeout=600, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err
+    assert done.out.count("| transformers") == peers
 
 
 @pytest.mark.parametrize("what", ["losses", "norms"])

@@ -153,9 +153,10 @@ def test_stdlib_leaves_out_packages_and_tests(tmp_path, monkeypatch):
     ("line", "message"),
     [
         ('{"text": "cut', r"bad\.jsonl:4 is not JSON"),
-        ('{"body": "b"}', r"bad\.jsonl:4 has no key 'text'"),
+        ('{"body": "b", "id": 1}', r"bad\.jsonl:4 has no key 'text', but 'body', 'id'"),
         ('["text"]', r"bad\.jsonl:4 has no key 'text'"),
-        ('{"text": 7}', r"bad\.jsonl:4 has a int as 'text', not a text"),
+        ('{"text": 7}', r"bad\.jsonl:4 has a number as 'text', not a text"),
+        ('{"text": null}', r"bad\.jsonl:4 has null as 'text', not a text"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, line, message):
@@ -217,7 +218,7 @@ def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):
         (["rows.parquet"], r"rows\.parquet needs the package pyarrow: pip install pyarrow"),
         (["a.txt.zst"], r"a\.txt\.zst needs the package pyarrow: pip install pyarrow"),
         (["cut.txt.gz"], r"cut\.txt\.gz is damaged, or not what its name says"),
-        (["text.csv"], r"text\.csv has no column 'text' in its first line"),
+        (["text.csv"], r"text\.csv has no column 'text' in its first line, but "),
         (["noise.jsonl.gz"], r"noise\.jsonl\.gz is damaged, or not what its name says"),
         (["noise.jsonl.bz2"], r"noise\.jsonl\.bz2 is damaged, or not what its name says"),
         (["noise.jsonl.xz"], r"noise\.jsonl\.xz is damaged, or not what its name says"),

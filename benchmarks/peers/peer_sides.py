@@ -32,13 +32,16 @@ class SideError(RuntimeError):
 
 class Block(NamedTuple):
     """Some steps of a side: seconds from barrier to barrier; losses and gradient norms by step;
-    the peak of resident bytes of each rank.
+    the peak of resident bytes of each rank. Of rank 0: the seconds in which its thread was busy,
+    and those in each kind of operation if the steps were under a profiler.
     """
 
     seconds: float
     losses: list[float]
     norms: list[float]
     peaks: list[int]
+    busy: float
+    kernels: dict[str, float]
 
 
 class Side:
@@ -87,7 +90,7 @@ class Side:
         """Do the next steps; SideError if a rank fails or a loss is not finite.
 
         The loss is the mean over the ranks that know one; norms must be equal on all. No steps: the
-        peaks of memory begin anew.
+        peaks of memory begin anew; below 0: so many under torch's profiler.
         """
         for process in self.ranks:
             with contextlib.suppress(BrokenPipeError):  # its end is found below
@@ -103,7 +106,9 @@ class Side:
         if not all(map(math.isfinite, (*losses, *norms))):
             raise SideError(f"{self.label}: losses {losses}, gradient norms {norms}")
         seconds = max(answer["seconds"] for answer in answers)
-        return Block(seconds, losses, norms, [answer["peak"] for answer in answers])
+        peaks = [answer["peak"] for answer in answers]
+        first = answers[0]
+        return Block(seconds, losses, norms, peaks, first["busy"], first["kernels"])
 
     def _answers(self, seconds: float) -> list[dict]:
         """One line of each rank; SideError if a rank ends before, or that takes longer."""

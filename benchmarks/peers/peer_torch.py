@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers import peer_by_hand, peer_experts
+from benchmarks.peers import peer_by_hand, peer_experts, peer_transformers
 from benchmarks.peers.peer_worker import (
     GPT,
     Answers,
@@ -56,7 +56,8 @@ SCHEDULES = {
     "zb": pipelining.ScheduleInterleavedZeroBubble,
 }
 
-EXPERTS = {"hf-eager": "eager", "hf-grouped": "grouped_mm"}  # transformers' experts
+# Transformers' models, and its kernels of their experts.
+TRANSFORMERS = {"hf": None, "hf-eager": "eager", "hf-grouped": "grouped_mm"}
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -178,8 +179,8 @@ def make(job: dict, shape: Shape) -> Loop:
         return peer_by_hand.tensor_parallel_loop(shape, weights)
     if kind == "hand-experts":
         return peer_experts.expert_parallel_loop(shape, weights)
-    if kind in EXPERTS:
-        return loop(peer_experts.qwen3_moe(shape, weights, EXPERTS[kind]))
+    if kind in TRANSFORMERS:
+        return loop(peer_transformers.transformers_model(shape, weights, TRANSFORMERS[kind]))
     with torch.device("meta"):
         model = GPT(shape, range(shape.layers))
     if kind == "dtensor":

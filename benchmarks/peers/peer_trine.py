@@ -42,12 +42,17 @@ NAMES = (  # Trine's, the peers'
 def write_weights(config: Config, folder: Path) -> None:
     """The weights that every side starts with, one file each; q, k and v are rows by heads."""
     for p in trainer.build(config).stages.parameters():
-        name, values = p.spec.name, p.detach()
-        for ours, theirs in NAMES:
-            name = name.replace(ours, theirs)
+        name, values = peers_name(p.spec.name), p.detach()
         matrix = name.endswith("weight") and values.dim() > 1
         values = values.reshape(-1, values.shape[-1]) if matrix else values.flatten()
         np.save(folder / f"{name}.npy", values.numpy())
+
+
+def peers_name(name: str) -> str:
+    """The name of a tensor in the peers' modules."""
+    for ours, theirs in NAMES:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def run(config: Config, context: Context, answers: Answers) -> None:

@@ -1,15 +1,18 @@
 """Runs on every rank of benchmarks/peers/peers.py, Trine's and its peers': wait, run steps, report.
 
-A rank reads commands from its standard input: a number of steps to run, or 0 to forget its peak of
-memory. It answers each with one line of JSON. While it waits it uses no processor time, so the
-sides of a comparison are alive at the same time and take turns.
+A rank reads commands from its standard input: a number of steps to run, 0 to forget its peak of
+memory, or with a minus that many steps under torch's profiler. It answers each with one line of
+JSON. While it waits it uses no processor time, so the sides of a comparison are alive at the same
+time and take turns.
 """
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +31,8 @@ class Shape:
     """The model and the batch of a comparison; micro_batches: of one replica in a step.
 
     experts: of a block, each with an MLP of width ffn, of which a token takes `chosen`. With
-    experts the model is a Qwen3-MoE, else a GPT-2.
+    experts the model is a Qwen3-MoE, else a GPT-2. more: other options of train.py, of a model
+    that only Trine and transformers have.
     """
 
     layers: int
@@ -41,6 +45,7 @@ class Shape:
     experts: int = 1
     chosen: int = 1
     ffn: int = 0
+    more: str = ""
 
     def samples(self, dp: int) -> int:
         """Samples of a step."""
@@ -61,7 +66,7 @@ class Shape:
                 f"{self.ffn} --activation swiglu --norm rmsnorm --positions rotary --no-bias "
                 "--set qk_norm=head"
             )
-        return words.split()
+        return [*words.split(), *self.more.split()]
 
 
 # ---- What peers of Trine have in common ----------------------------------------------------------
@@ -221,15 +226,52 @@ def serve(
         count = int(line)
         if count == 0:
             reset_peak()
-        inputs = [prepare(done + i) for i in range(count)]
+        inputs = [prepare(done + i) for i in range(abs(count))]
         barrier()
-        began = time.perf_counter()
-        results = [step(each) for each in inputs]
-        barrier()
-        seconds = time.perf_counter() - began
-        done += count
+        profile = profiler() if count < 0 else contextlib.nullcontext()
+        with profile:
+            began, busy = time.perf_counter(), time.thread_time()
+            results = [step(each) for each in inputs]
+            busy = time.thread_time() - busy
+            barrier()
+            seconds = time.perf_counter() - began
+        done += abs(count)
         numbers = [(number(loss), number(norm)) for loss, norm in results]
-        answers.send(seconds=seconds, results=numbers, peak=peak_bytes())
+        kernels = seconds_of(profile.events()) if count < 0 else {}
+        answers.send(
+            seconds=seconds, busy=busy, results=numbers, peak=peak_bytes(), kernels=kernels
+        )
+
+
+# Names of torch's operations, by the begin of the name; the first line that fits counts.
+KERNELS = {
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"),
+    "attention": ("aten::_scaled_dot", "aten::scaled_dot", "aten::_softmax"),
+    "optimizer": ("aten::_fused_adam",),
+    "copies": ("aten::copy", "aten::cat", "aten::clone", "aten::stack", "aten::fill", "aten::zero"),
+    "collectives": ("c10d", "gloo", "record_param_comms"),
+    "others": ("aten::", "aten"),
+}
+
+
+def profiler() -> torch.profiler.profile:
+    """torch's profiler of what this thread runs, without shapes and stacks."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+def seconds_of(events: Sequence) -> dict[str, float]:
+    """Seconds in torch's operations on the thread of the steps, by the kinds of KERNELS.
+
+    An operation counts without those that it calls.
+    """
+    found = dict.fromkeys(KERNELS, 0.0)
+    thread, _ = Counter(event.thread for event in events).most_common(1)[0]
+    for event in events:
+        names = (kind for kind, begins in KERNELS.items() if event.name.startswith(begins))
+        kind = next(names, None)
+        if kind and event.thread == thread:
+            found[kind] += event.self_cpu_time_total / 1e6
+    return found
 
 
 def number(value) -> float | None:

@@ -10,11 +10,13 @@ anything else is an error. Then the sides take turns, a block of steps each, in 
 All are alive at once, each in its own processes, so that each has its own peak of memory; a side
 that is not at work waits for a line on its standard input.
 
+    python benchmarks/peers/peers.py --account --rows one       where the time of a step is
+
     ratio    interquartile mean of the rounds' ratios, and the middle 95 % over resampled rounds
     memory   peak resident MiB of each rank in the timed steps
     load     the machine's load average at the end of the row
 
-Sides: peer_trine.py; peer_torch.py, peer_by_hand.py, peer_experts.py. Their
+Sides: peer_trine.py; peer_torch.py, peer_by_hand.py, peer_experts.py, peer_transformers.py. Their
 processes: peer_sides.py.
 """
 
@@ -37,18 +39,29 @@ sys.path.insert(0, str(ROOT))  # the project's own modules
 from base.cli import Parser
 from base.errors import UserError, exit_with
 from benchmarks.peers.peer_sides import Block, Side, SideError, check_equal
-from benchmarks.peers.peer_worker import Shape
+from benchmarks.peers.peer_worker import KERNELS, Shape
 from benchmarks.ratios import in_turns, ratio
 from benchmarks.results_file import head
 
+# Qwen3.5 in small: three blocks with gated delta nets, one with attention; heads as published.
+HYBRID = (
+    "--norm rmsnorm --activation swiglu --positions rotary --no-bias --kv-heads {kv} "
+    "--set mixer=gated_delta_net mixer_blocks=3:1 mixer_key_heads={key} mixer_value_heads={value} "
+    "mixer_key_size={size} mixer_value_size={size} attention_gate=true qk_norm=head "
+    "norm_plus_one=true rotary_fraction=0.25"
+)
 SHAPES = {
     "4 x 256": Shape(4, 256, 8, 8192, 256, 2, 4),
     "8 x 512": Shape(8, 512, 8, 32768, 512, 2, 8),
     "8 experts": Shape(4, 256, 8, 8192, 256, 2, 4, experts=8, chosen=2, ffn=512),
+    "hybrid": Shape(
+        4, 256, 4, 8192, 2048, 1, 2, more=HYBRID.format(kv=1, key=2, value=4, size=128)
+    ),
     "tiny": Shape(4, 32, 4, 128, 16, 2, 4),
     "tiny experts": Shape(2, 32, 4, 128, 16, 2, 2, experts=4, chosen=2, ffn=48),
+    "tiny hybrid": Shape(4, 32, 4, 128, 80, 2, 2, more=HYBRID.format(kv=2, key=2, value=4, size=8)),
 }
-STEPS = {"4 x 256": 4, "8 x 512": 1, "8 experts": 2, "tiny": 2, "tiny experts": 2}  # in a block
+STEPS = {"4 x 256": 4, "8 experts": 2, "tiny": 2, "tiny experts": 2, "tiny hybrid": 2}  # in a block
 
 PARTS = {
     "plain": "plain PyTorch loop",
@@ -60,6 +73,7 @@ PARTS = {
     "hf-eager": "transformers' Qwen3-MoE, eager experts",
     "hand-experts": "experts by hand: all-to-all, one sum of the other gradients",
     "hf-grouped": "transformers' Qwen3-MoE, grouped experts",
+    "hf": "transformers, the chunked form in torch",
     "zero1": "DistributedDataParallel, ZeroRedundancyOptimizer",
 }
 
@@ -96,6 +110,7 @@ ROWS = (
     Row("tp2-pp2", "4 x 256", 2, 2, 1, "", ("1f1b 2,2", "1f1b 3,1")),
     Row("experts", "8 experts", 1, 1, 1, "", ("hf-eager", "hf-grouped")),
     Row("experts-ep2", "8 experts", 1, 1, 2, "--ep 2", ("hand-experts", "one rank")),
+    Row("hybrid", "hybrid", 1, 1, 1, "", ("hf",)),
     Row("tp2-large", "8 x 512", 2, 1, 1, "", ("dtensor", "hand")),
 )
 
@@ -170,15 +185,43 @@ def measure(sides: list[Side], steps: int, rounds: int) -> list[list[Block]]:
     return in_turns([functools.partial(side.run, steps) for side in sides], rounds)
 
 
+def account(row: Row, rounds: int) -> list[str]:
+    """The lines of a row's table of where rank 0's time is, in ms a step; SideError as `compare`.
+
+    Waiting: the thread of the steps was not on a core. Python: it was, and in no operation of
+    torch. The seconds of operations are those under torch's profiler, all others those without it.
+    """
+    with tempfile.TemporaryDirectory(prefix="peers-") as name:
+        write_weights(row, Path(name) / "weights")
+        with sides_of(row, Path(name)) as sides:
+            steps = STEPS.get(row.shape, 1)
+            blocks = measure(sides, steps, rounds)
+            profiled = in_turns([functools.partial(side.run, -steps) for side in sides], rounds)
+            labels = [side.label for side in sides]
+    lines = []
+    for label, plain, watched in zip(labels, blocks, profiled, strict=True):
+        step, busy = (
+            1000 * statistics.median(getattr(block, name) for block in plain) / steps
+            for name in ("seconds", "busy")
+        )
+        kernels = [
+            1000 * statistics.median(block.kernels[kind] for block in watched) / steps
+            for kind in KERNELS
+        ]
+        cells = [step, *kernels, busy - sum(kernels), step - busy]
+        lines.append(f"| {row.name} | {label} | {' | '.join(f'{x:.1f}' for x in cells)} |")
+    return lines
+
+
 def compare(row: Row, rounds: int) -> list[str]:
     """Measure one row; its lines of the table. SideError if a side fails or does not agree."""
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         write_weights(row, Path(name) / "weights")
         with sides_of(row, Path(name)) as sides:
-            blocks = measure(sides, STEPS[row.shape], rounds)
+            blocks = measure(sides, STEPS.get(row.shape, 1), rounds)
             labels = [side.label for side in sides]
     shape = SHAPES[row.shape]
-    tokens = STEPS[row.shape] * shape.samples(row.dp) * shape.seq
+    tokens = STEPS.get(row.shape, 1) * shape.samples(row.dp) * shape.seq
     seconds = [[block.seconds for block in own] for own in blocks]
     rates = [f"{tokens / statistics.median(each):,.0f}" for each in seconds]
     memory = [" + ".join(f"{peak / 2**20:.0f}" for peak in own[-1].peaks) for own in blocks]
@@ -196,13 +239,25 @@ def compare(row: Row, rounds: int) -> list[str]:
 # ---- Report --------------------------------------------------------------------------------------
 
 
-def header(rounds: int, words: list[str]) -> str:
+def header(rounds: int, words: list[str], accounts: bool) -> str:
     """Return the results' head: the machine, versions and options on which figures depend."""
     command = " ".join(["python benchmarks/peers/peers.py", *words])
     lines = head("Trine beside torch's own parallel parts", command, "gloo, fp32, 1 thread a rank.")
     for name, shape in SHAPES.items():
         if "tiny" not in name:
-            lines.append(f"* `{name}`: {shape}; {STEPS[name]} steps a block")
+            lines.append(f"* `{name}`: {shape}; {STEPS.get(name, 1)} steps a block")
+    if accounts:
+        columns = ["row", "side", "step", *KERNELS, "Python", "waiting"]
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"{rounds} rounds; medians of rank 0, ms a step.",
+                "",
+                f"| {' | '.join(columns)} |",
+                f"| --- | --- |{' --: |' * (len(columns) - 2)}",
+            ]
+        )
     lines += [
         "",
         f"{rounds} rounds. Tokens/s: median of the rounds. Ratio: Trine's speed over the peer's, "
@@ -224,6 +279,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, help="some rows only")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--shape", choices=SHAPES, help="in place of the rows' own, to try a row")
+    parser.add_argument("--account", action="store_true", help="where the time of a step is")
     try:
         given = parser.parse_args()
         if given.rounds < 1:
@@ -231,13 +287,14 @@ def main() -> None:
     except UserError as mistake:
         exit_with(mistake)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end too
-    print(header(given.rounds, sys.argv[1:]), flush=True)
+    print(header(given.rounds, sys.argv[1:], given.account), flush=True)
     for row in ROWS:
         if row.name not in given.rows:
             continue
         row = replace(row, shape=given.shape or row.shape)
         try:
-            print("\n".join(compare(row, given.rounds)), flush=True)
+            lines = (account if given.account else compare)(row, given.rounds)
+            print("\n".join(lines), flush=True)
         except SideError as error:
             sys.exit(f"error: row {row.name}: {error}")
 
