@@ -61,10 +61,18 @@ def test_check_rows_prints_findings_as_text_and_as_data(capsys):
 
 @pytest.mark.parametrize(
     ("name", "contradicted"),
-    [("torchtitan", 0), ("internevo", 0), ("nemo_guide", 1), ("aleph", 0), ("dgxc", 0)],
+    [
+        ("torchtitan", 0),
+        ("internevo", 0),
+        ("nemo_guide", 1),
+        ("aleph", 0),
+        ("dgxc", 0),
+        ("simumax", 0),
+        ("vocabulary", 0),
+    ],
 )
 def test_rows_that_differ_in_what_they_state_do_not_contradict_one_another(name, contradicted):
-    """In cp, fp8, kernel, software or length of samples; what is left was looked at."""
+    """In cp, fp8, kernel, software, vocabulary or length of samples; the rest was looked at."""
     rows = published_rows.read(str(ROOT / "benchmarks" / "data" / "public" / f"{name}.csv"))
     found = published_rows.check(rows)
     assert len({finding.row_id for finding in found}) == contradicted, found

@@ -78,7 +78,8 @@ WORDS = {
 # Columns that make two rows the same configuration, beside those that each check names; and those
 # of which a file may have none.
 SAME = (
-    "gpu", "layers", "hidden", "heads", "seq", "tp", "pp", "zero_stage", "recompute", "precision",
+    "gpu", "layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "zero_stage", "recompute",
+    "precision",
 )  # fmt: skip
 SAME_IF_STATED = (*OPTIONAL, "machine", "engine", "software", "inexpressible", "chunks", "fp8")
 KERNEL = "kernel="  # how a note begins that names an attention kernel
