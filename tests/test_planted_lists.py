@@ -12,8 +12,10 @@ LISTS = {"check": [FAULTS], "public": [FAULTS, PUBLIC], "blind": [FAULTS, BLIND]
 
 @pytest.mark.parametrize("name", LISTS)
 def test_each_fault_has_its_text_once_and_is_python(name, tmp_path):
-    """A fault whose text is there no more plants nothing, and its result is that of an old code; one
-    whose lines moved to another function or indentation ends the run, and says nothing of check.py.
+    """A fault whose text is there no more plants nothing, and its result is that of an old code.
+
+    One whose lines moved to another function or indentation ends the run, and says nothing of
+    check.py.
     """
     faults, _ = faults_of(LISTS[name])
     wrong = []
