@@ -66,7 +66,7 @@ class _Trained:
     """A module that trains in layouts."""
 
     def __init__(self, make: Any, inputs: Any, plan: Any, sequence_dim: int):
-        """make: returns the module. sequence_dim: the dimension of positions, which cp cuts."""
+        """Keep how it is made. make: returns the module. sequence_dim: of positions, for cp."""
         self.make, self.inputs, self.plan = make, inputs, plan
         self.sequence_dim = sequence_dim
         try:
@@ -120,7 +120,8 @@ class _Trained:
             given = made if isinstance(made, tuple) else (made,)
             optimizer.zero_grad()
             losses = [
-                (local * here(_drawn(local, sizes, self.sequence_dim)).to(local)).sum() / BATCH
+                (local * here(_loss_weights(local, sizes, self.sequence_dim)).to(local)).sum()
+                / BATCH
                 for local in _outputs(module(*map(here, given)))
             ]
             loss = torch.stack(losses).sum()
@@ -144,8 +145,12 @@ def _outputs(made: Any) -> list[Tensor]:
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
 
 
-def _drawn(local: Tensor, sizes: dict[str, int], sequence_dim: int) -> Tensor:
-    """Return numbers for the outputs of the whole batch, of which `local` is this rank's part."""
+def _loss_weights(local: Tensor, sizes: dict[str, int], sequence_dim: int) -> Tensor:
+    """Return random weights for a module's output of the whole batch; the loss is the weighted sum.
+
+    They are the same on all ranks and in all layouts. local: this rank's part of the output. sizes:
+    ranks on each axis. sequence_dim: the dimension of positions, which cp cuts.
+    """
     shape = list(local.shape)
     shape[0] *= sizes["dp"]
     if sizes["cp"] > 1:
