@@ -426,6 +426,7 @@ def report(case: JobFailure, ranks: Ranks, out: str) -> None:
     text = hang_report.format_report(case, ranks, out)
 
     def write() -> None:
+        """Write the report's files; a disk that cannot be written is reported, not raised."""
         try:
             hang_report.write_files(f"{out}/hang", case.to_dict(), ranks, text)
         except OSError as error:

@@ -97,7 +97,10 @@ def killed_result(folder: Path, victim: int, statuses: list[int | None]) -> dict
 
 
 def resumed_result(folder: Path, layout: list[str]) -> dict[str, Any]:
-    """Return how far losses are from those of the run that was not killed."""
+    """Return the part of the page on the resumed run, compared with the run that was not killed.
+
+    folder: has both runs. off: the largest difference of losses, as a share of the loss.
+    """
     straight = _losses(folder / "straight" / "metrics.jsonl")
     resumed = _losses(folder / "killed" / "metrics.jsonl")
     off = max(abs(resumed[step] - straight[step]) / straight[step] for step in resumed)

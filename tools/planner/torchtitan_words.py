@@ -267,7 +267,7 @@ def _layout_quantities(run: Config, layout: Layout) -> dict[str, Any]:
 
 
 def notes(run: Config, layout: Layout, fp8: bool = False, version: str = NEWEST) -> list[str]:
-    """Return what the command has stand-ins for, as texts of one line."""
+    """Return what the user must change or know before running the command, as lines."""
     model = run.model
     options = releases.options("torchtitan", version)
     data = "--model.hf_assets_path" if options["flavor"] else "--hf_assets_path"
