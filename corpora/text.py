@@ -110,6 +110,7 @@ class Text:
         return [int(word) for word in re.findall(r"\d+", text)]
 
     def _checked(self, ids: list[int], flag: str) -> list[int]:
+        """Return the ids of the option `flag`; UserError if one is outside of the vocabulary."""
         if max(ids) >= self.vocab_size:
             raise CorpusError(
                 f"{flag}: token id {max(ids)} is not below vocab-size({self.vocab_size})"

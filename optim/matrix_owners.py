@@ -151,7 +151,10 @@ class MatrixOwners:
         self._rounds = [self._round(numbers) for numbers in rounds]
 
     def _round(self, numbers: list[int]) -> _Round:
-        """Return the round of these matrices."""
+        """Return what this rank sends and gets so that owners update these matrices.
+
+        numbers: of the matrices of the round. Counts of elements are by rank of the group.
+        """
         here = self.group.rank
         ranks = range(self.group.size)
         of_owner: list[list[int]] = [[] for _ in ranks]

@@ -212,7 +212,10 @@ def page(card: dict[str, Any]) -> Iterator[str]:
 
 
 def _network(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of bandwidths."""
+    """Yield the lines of card.md on bandwidths: a table of collectives, and the slow pairs.
+
+    found: the result of the part network.
+    """
     rate = found["line_rate"]
     known = f"{rate['bits_per_second'] / 1e9:g} Gbit/s ({rate['source']})" if rate else "not known"
     yield f"Line rate of a node: {known}. busbw is the rate of one link in one direction."

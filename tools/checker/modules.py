@@ -89,7 +89,10 @@ class _Trained:
         return found
 
     def build(self, layout: dict[str, Any]) -> dict[str, Any]:
-        """Build the module on a rank of a layout."""
+        """Return what build() of a --program file returns, for the module on a rank of a layout.
+
+        layout: ranks by axis, such as {"tp": 2}.
+        """
         sizes = {axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")}
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -85,7 +85,7 @@ class ProgramRecorder:
     # ---- Parameters ------------------------------------------------------------------------------
 
     def _watch(self, optimizer: Any) -> None:
-        """Have gradients recorded just before an optimizer's step."""
+        """Have gradients recorded just before each step of an optimizer, of torch or a wrapper."""
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(lambda *_: self._gradients())
             return

@@ -112,7 +112,7 @@ class Finding:
 
     @property
     def data(self) -> dict[str, Any]:
-        """This as --json has it (docs/check.md)."""
+        """The finding as check.py --json has it (docs/check.md)."""
         outcome, difference = self.first, self.first.difference
         found: dict[str, Any] = {"where": self.where, "layouts": len(self.group)}
         found |= {"layout": name_of(outcome.layout), "likely": []} | _beside(outcome)

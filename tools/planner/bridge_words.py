@@ -197,7 +197,7 @@ def notes(run: Config, layout: Layout, fp8: bool = False) -> list[str]:
 
 
 def program(version: str) -> Program:
-    """Return Megatron Bridge of one release."""
+    """Return what the planner needs to know of a release of Megatron Bridge."""
     same = megatron_words.program(version)
     return Program(
         name="bridge",

@@ -306,7 +306,7 @@ def _config_notes(run: Config, known: tuple[str, str] | None, fp8: bool, version
 
 
 def program(version: str) -> Program:
-    """Return torchtitan in one release."""
+    """Return what the planner needs to know of a release of torchtitan."""
     return Program(
         name="torchtitan",
         version=version,
