@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         default="equal",
         metavar="RULE",
-        help="equal (default), linear, 1-sqrt, ema:DECAY, or a number for each: A,B,C",
+        help="share of each checkpoint: equal (default), linear, 1-sqrt, ema:DECAY, or A,B,C",
     )
     command.add_argument(
         "--ema", action="store_true", help="merge the EMA weights (train.py --ema)"
@@ -231,8 +231,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("target", metavar="OUT", help="a new folder")
     command = commands.add_parser("export", help="write the model for transformers")
     command.add_argument("--to", choices=("hf",), required=True)
-    command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
-    command.add_argument("--family", choices=tuple(FAMILIES), help="default: the first that fits")
+    command.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights, default: as saved"
+    )
+    command.add_argument(
+        "--family",
+        choices=tuple(FAMILIES),
+        help="transformers' model family, default: the first that has the model",
+    )
     command.add_argument(
         "--ema", action="store_true", help="export the EMA weights (train.py --ema)"
     )

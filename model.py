@@ -796,7 +796,7 @@ class Stage(nn.Module):
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the last block's output; see `forward`."""
+        """Return the last block's output, (s, b, h); the arguments are those of `forward`."""
         tokens = x if self.embedding is not None else None
         token_positions = None
         if batch is not None:

@@ -452,7 +452,7 @@ def parser(asked: str | None = None) -> ArgumentParser:
     )
     commands = found.add_subparsers(dest="question", required=True, metavar="QUESTION")
     shared = Parser(add_help=False, allow_abbrev=False)
-    shared.add_argument("--json", action="store_true", help="print data, not a table")
+    shared.add_argument("--json", action="store_true", help="print JSON, not a table")
 
     def command(name: str, text: str, **form: Any) -> Parser:
         return commands.add_parser(name, help=text, parents=[shared], allow_abbrev=False, **form)
@@ -464,7 +464,12 @@ def parser(asked: str | None = None) -> ArgumentParser:
         if asked in QUESTIONS and name != asked:
             continue
         if name == "compare":
-            own.add_argument("sides", nargs=2, metavar="A|B", help="flags in quotes, or a run")
+            own.add_argument(
+                "sides",
+                nargs=2,
+                metavar="A|B",
+                help="a layout's flags in quotes, or a run's folder",
+            )
         flags.add(own, kind.flags)
     own = command("calibrate", "fit the planner's constants to your own runs on a machine")
     own.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs on this machine")

@@ -142,7 +142,7 @@ def option_parser() -> Parser:
     file's docstring.
     """
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_gpus("ranks of the run", default=1)
+    parser.add_gpus("number of ranks of the run, each with a GPU (default 1)", default=1)
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--routing", choices=("even", "one-rank"), default="even")
     parser.add_argument("--all-ranks", action="store_true")

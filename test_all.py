@@ -19,19 +19,19 @@ MOST_PROCESSES = 3  # each has torch and transformers in memory, and starts up t
 
 
 def names_tests(arguments: list[str]) -> bool:
-    """Whether the arguments name files of tests or single tests."""
+    """Return whether the arguments name files of tests or single tests."""
     return any("tests" in Path(each.partition("::")[0]).parts for each in arguments)
 
 
 def selected(arguments: list[str]) -> list[str]:
-    """The arguments without --all; if nothing else says which tests to run, without slow ones."""
+    """Return pytest's arguments without --all; slow tests are left out unless some are named."""
     rest = [each for each in arguments if each != "--all"]
     chosen = any(each.startswith(("-k", "-m")) for each in rest) or names_tests(rest)
     return rest if chosen or rest != arguments else ["-m", "not slow", *rest]
 
 
 def in_processes(arguments: list[str]) -> list[str]:
-    """Options of pytest-xdist, unless the arguments name tests or say how to run them."""
+    """Return options of pytest-xdist, unless the arguments name tests or say how to run them."""
     if names_tests(arguments):
         return []
     if any(each.startswith(("-n", "-k", "--pdb", "--collect-only")) for each in arguments):

@@ -638,7 +638,7 @@ class Evaluations(Observer):
     def __init__(
         self, state: TrainState, splits: data.Splits, tasks: TaskSet, log: Log, stats: StatsExchange
     ):
-        """tasks: those of --eval-tasks. stats: asks the ranks for requests after an evaluation."""
+        """Evaluate nothing yet. tasks: of --eval-tasks. stats: asks all ranks whether to stop."""
         self.config = state.config
         self.state = state
         self.splits = splits

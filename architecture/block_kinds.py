@@ -66,7 +66,7 @@ _KINDS: tuple[Kind, ...] = tuple(
 
 
 def _kinds_of(model: ModelShape, block: int) -> list[Kind]:
-    """Return the kind of a block, or its two kinds."""
+    """Return the kind of a block, or the kinds of its two parts if a mixer is beside attention."""
     has_experts, mixers = model.has_experts(block), model.mixers_of(block)
     if not mixers:
         return [(has_experts, "none")]
@@ -82,7 +82,10 @@ def _count(model: ModelShape, kind: Kind, first: int, last: int) -> int:
 
 
 def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
-    """Return a model that has so many blocks, all of one kind."""
+    """Return a model like this one with so many `blocks`, all of one kind.
+
+    kind: whether blocks have experts, and what mixes their tokens.
+    """
     has_experts, mixes = kind
     options: dict[str, Any] = {"layers": blocks, "window_blocks": "all", "rotary_blocks": "all"}
     options |= {"first_dense_layers": 0, "expert_interval": 1, "mtp_depth": 0}

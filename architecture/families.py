@@ -334,7 +334,10 @@ def to_config(
 
 
 def _plain_fields(model: ModelShape, family: Family) -> dict[str, Any]:
-    """Return the fields of config.json that families.toml says how to write."""
+    """Return the fields of transformers' config.json that families.toml describes, for an export.
+
+    Those that need code, such as RoPE scaling, windows and odd families, are added by others.
+    """
     config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     config |= family.fixed | family.written
     values = dataclasses.asdict(model)
@@ -394,7 +397,7 @@ def _values_of(ours: str, family: Family) -> dict[Any, Any]:
 
 
 def _window_fields(model: ModelShape, family: Family) -> dict[str, Any]:
-    """Return the fields of config.json that say which blocks have windows."""
+    """Return the fields of transformers' config.json on sliding windows, for an export."""
     config: dict[str, Any] = {}
     if family.window is not None:
         which, default = family.window

@@ -50,7 +50,11 @@ class Hybrid(OddFamily):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return the mixer, its blocks and sizes; nothing if no block has it."""
+        """Return the options of the mixer, its blocks and sizes; nothing if no block has it.
+
+        config: the contents of config.json. options: what was read of it so far. lacks: gets what
+        Trine does not have.
+        """
         layers = layers_in(options)
         if layers is None:
             return {}
@@ -173,7 +177,7 @@ class Qwen3Next(Qwen35):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return the mixer, and the number of first blocks without experts."""
+        """Return the options of the mixer, and first_dense_layers."""
         dense = FirstDense().read(config, options, lacks)
         return super().read(config, options, lacks) | dense
 
@@ -224,7 +228,7 @@ class OlmoHybrid(Hybrid):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return the mixer, its norms, and whether attention has positions."""
+        """Return the options of the mixer and its norms, and the blocks with RoPE."""
         found = super().read(config, options, lacks)
         if found.get("mixer_blocks", "all") == "all":
             lacks.append("layer_types has one type; here linear_attention and full_attention")
@@ -386,7 +390,7 @@ class GraniteHybrid(Mamba):
         return found | self.mlps(config, lacks)
 
     def mlps(self, config: dict[str, Any], lacks: list[str]) -> dict[str, Any]:
-        """Return the widths of the MLPs and the numbers of experts."""
+        """Return the options of the MLPs' widths and of the experts, from a config.json."""
         shared = config.get("shared_intermediate_size", 1024)
         experts = config.get("num_local_experts", 8)
         if not experts:
@@ -399,7 +403,7 @@ class GraniteHybrid(Mamba):
         return widths | {"experts": experts, "experts_per_token": chosen}
 
     def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
-        """Return all fields of the class."""
+        """Return the fields of config.json of mixer, MLPs, experts and positions."""
         experts, width, shared = 0, model.ffn_hidden, model.ffn_hidden
         if model.experts > 1:
             experts, width = model.experts, model.expert_ffn_hidden
@@ -436,7 +440,7 @@ class FalconH1(Mamba):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return the mixer, its sizes and all factors."""
+        """Return the options of the mixer, its sizes, and the factors of muP (multipliers)."""
         found = self.read_sizes(config, options)
         self.check(config, options, found, lacks)
         has_norm = bool(config.get("mamba_rms_norm", False))
@@ -478,7 +482,7 @@ class FalconH1(Mamba):
         return found
 
     def write(self, model: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the sizes and factors."""
+        """Return the fields of config.json of the mixer's sizes and of all factors."""
         columns = model.mixer_value_heads * model.mixer_value_size
         fields = self.write_sizes(model) | {
             "mamba_d_ssm": columns,
@@ -626,17 +630,21 @@ class KimiLinear(Hybrid):
             types = [self.block_type, "full_attention"]
             return [types[n > 0 and n % 4 == 0] for n in range(layers)]
         if not isinstance(attends, list) or not isinstance(mixes, list):
-            raise ModelError("full_attn_layers and kda_layers of linear_attn_config are no lists")
+            raise ModelError(
+                f"full_attn_layers({attends!a:.40}) and kda_layers({mixes!a:.40}) of "
+                "linear_attn_config are not both lists of layer numbers"
+            )
         if sorted(map(str, attends + mixes)) != sorted(map(str, range(1, layers + 1))):
             raise ModelError(
-                f"full_attn_layers and kda_layers are not the blocks 1 to {layers}, each once"
+                f"{len(attends + mixes)} numbers in full_attn_layers and kda_layers are not the "
+                f"layers 1 to {layers}, each once"
             )
         return ["full_attention" if n + 1 in attends else self.block_type for n in range(layers)]
 
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return the mixer, and the number of first blocks without experts."""
+        """Return the options of the mixer, and first_dense_layers."""
         found = super().read(config, options, lacks)
         if "mixer" not in found and layers_in(options) is not None:
             lacks.append("layer_types has no linear_attention; here some blocks have it")
@@ -648,7 +656,7 @@ class KimiLinear(Hybrid):
     def dense(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return first_dense_layers, from a list of the types of MLPs or a number."""
+        """Return first_dense_layers, from mlp_layer_types or first_k_dense_replace."""
         types, layers = config.get("mlp_layer_types"), layers_in(options)
         if types is None or layers is None:
             first = config.get("first_k_dense_replace", 1)

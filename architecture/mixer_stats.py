@@ -130,18 +130,18 @@ def matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
 
 
 def parameters(model: ModelShape) -> int:
-    """Parameters of a block's mixer."""
+    """Count the parameters of a block's mixer."""
     return sum(math.prod(tensor.shape) for tensor in tensors(model).values())
 
 
 def whole_parameters(model: ModelShape) -> int:
-    """Of the parameters of a block's mixer, those of its norm that tp does not divide."""
+    """Count the parameters of a mixer's norm in a block that tp does not divide."""
     scale = tensors(model).get("norm.weight")
     return 0 if scale is None or scale.divided else math.prod(scale.shape)
 
 
 def key_parameters(model: ModelShape) -> int:
-    """Of the parameters of a block's mixer, those of the key heads that value heads share.
+    """Count the parameters of a mixer's key heads in a block, which value heads share.
 
     Several tensor ranks have them if there are fewer key heads than ranks.
     """
@@ -157,7 +157,7 @@ def key_columns(model: ModelShape) -> int:
 
 
 def core_flops(model: ModelShape) -> float:
-    """Forward FLOPs of a token between the mixer's matrices, in layers/linear_recurrence.py.
+    """Count the forward FLOPs of a token between a mixer's matrices (layers/linear_recurrence.py).
 
     Within a chunk of C tokens q k^T and the scores times what is written, and with the state a
     product of p r numbers to write and one for the result. By the delta rule also k k^T, the
@@ -175,7 +175,7 @@ def core_flops(model: ModelShape) -> float:
 
 
 def state_numbers(model: ModelShape) -> int:
-    """The numbers that decoding keeps of a text in a block's mixer, however long the text is."""
+    """Count the numbers that a block's mixer keeps in decoding, for a text of any length."""
     state = model.mixer_value_heads * model.mixer_key_size * model.mixer_value_size
     last = (model.mixer_kernel - 1) * channels(model)
     return last if model.mixer == "short_conv" else state + last

@@ -25,12 +25,12 @@ from base.errors import UserError
 
 
 def norm_parameters(model: ModelShape) -> int:
-    """Parameters of one normalisation: a scale, and in most LayerNorms a shift."""
+    """Count the parameters of one normalisation: a scale, and in most LayerNorms a shift."""
     return model.hidden * (2 if model.norm == "layernorm" and model.norm_bias else 1)
 
 
 def block_norms(model: ModelShape) -> int:
-    """The norms of a block over the hidden size: of attention and MLP; sandwich has two of each.
+    """Count the norms of a block over the hidden size: of attention and MLP, in sandwich twice.
 
     With shared-norm there is one, and a block of one part has one. A mixer beside attention reads
     the norm of attention (block_kinds.py).
@@ -41,17 +41,17 @@ def block_norms(model: ModelShape) -> int:
 
 
 def attends(model: ModelShape) -> bool:
-    """Whether the blocks have attention, in a model whose blocks are alike."""
+    """Return whether the blocks have attention, in a model whose blocks are alike."""
     return "attention" in model.mixers_of(0)
 
 
 def mixes(model: ModelShape) -> bool:
-    """Whether the blocks have a mixer in the place of attention, if the blocks are alike."""
+    """Return whether the blocks have a mixer in the place of attention, if the blocks are alike."""
     return model.has_mixer(0)
 
 
 def head_norm_parameters(model: ModelShape) -> int:
-    """Parameters of qk_norm head in a block: scales of shape (d,) for queries and for keys.
+    """Count the parameters of qk_norm head in a block: scales (d,) of queries and of keys.
 
     All heads share them. With another qk_norm the result is 0.
     """
@@ -59,7 +59,7 @@ def head_norm_parameters(model: ModelShape) -> int:
 
 
 def normed_width(model: ModelShape) -> int:
-    """Columns of queries and keys together, (a + g) d, if qk_norm normalises them; else 0."""
+    """Count the columns of queries and keys, (a + g) d, that qk_norm normalises; 0 without it."""
     if not attends(model) or model.qk_norm == "none":
         return 0
     return (model.heads + model.kv_heads) * model.head_size
@@ -76,12 +76,12 @@ def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any
 
 
 def block_parameters(model: ModelShape) -> Any:
-    """Parameters of one block; 12 h^2 + 13 h for a plain GPT."""
+    """Count the parameters of one block; 12 h^2 + 13 h for a plain GPT."""
     return mean_of_blocks(model, _block_parameters)
 
 
 def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
-    """Parameters of the blocks [first, last) of a model, for example of a pipeline stage."""
+    """Count the parameters of a model's blocks [first, last), such as those of a pipeline stage."""
     if model.experts == 1 and model.mixer == "attention":  # all blocks have as many
         return (last - first) * _block_parameters(model)
     return block_kinds.total(model, _block_parameters, first, last)
@@ -89,7 +89,7 @@ def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
 
 @lru_cache(maxsize=256)
 def _block_parameters(model: ModelShape) -> int:
-    """Parameters of one block of a model whose blocks are alike.
+    """Count the parameters of one block of a model whose blocks are alike.
 
     The result is cached: a plan asks for it once for every stage of every layout.
     """
@@ -102,7 +102,7 @@ def _block_parameters(model: ModelShape) -> int:
 
 
 def _mixer_parameters(model: ModelShape) -> int:
-    """Parameters of a block's attention, or of the mixer in its place; 0 for an MLP alone."""
+    """Count the parameters of a block's attention or other mixer; 0 for an MLP alone."""
     if mixes(model):
         return mixer_stats.parameters(model)
     if not attends(model):
@@ -118,7 +118,7 @@ def _mixer_parameters(model: ModelShape) -> int:
 
 
 def whole_scales(model: ModelShape) -> int:
-    """Parameters of a block's norms inside of attention, or its mixer, that tp does not divide."""
+    """Count the parameters of norms in a block's attention or mixer that tp does not divide."""
     if mixes(model):
         return mixer_stats.whole_parameters(model)
     if not attends(model):
@@ -152,20 +152,20 @@ def mixer_matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
 
 
 def mixer_weights(model: ModelShape) -> int:
-    """Weights of the matrices of a block's attention or other mixer, without biases."""
+    """Count the weights of the matrices of a block's attention or other mixer, without biases."""
     return sum(outputs * inputs for outputs, inputs, _ in mixer_matrices(model))
 
 
 def whole_weights(model: ModelShape) -> int:
-    """Parameters of a block's latent attention that every tensor rank has whole, 0 without it.
+    """Count the parameters of a block's latent attention that every tensor rank has whole.
 
-    They are the matrices that make the latents.
+    They are the matrices that make the latents; without latent attention there are none.
     """
     return sum(outs * ins for outs, ins, divided in mixer_matrices(model) if not divided)
 
 
 def key_value_width(model: ModelShape) -> int:
-    """Columns of the keys and values of all key/value heads together, that a matrix makes.
+    """Count the columns of the keys and values of all key/value heads, which one matrix makes.
 
     0 with latent attention, whose heads tp divides, and of a mixer in the place of attention.
     """
@@ -175,7 +175,7 @@ def key_value_width(model: ModelShape) -> int:
 
 
 def key_value_parameters(model: ModelShape) -> int:
-    """Parameters of keys and values in a block's attention, which tp may have to repeat.
+    """Count the parameters of keys and values in a block's attention, which tp may repeat.
 
     With qk_norm full each column of the keys has a scale.
     """
@@ -185,18 +185,18 @@ def key_value_parameters(model: ModelShape) -> int:
 
 
 def mixer_key_parameters(model: ModelShape) -> int:
-    """Parameters of a mixer's key heads in a block, which tensor ranks may have in common."""
+    """Count the parameters of a mixer's key heads in a block, which tensor ranks may share."""
     return mixer_stats.key_parameters(model) if mixes(model) else 0
 
 
 def mlp_parameters(model: ModelShape) -> int:
-    """Parameters of one MLP, which in a mixture of experts is one of a block's experts."""
+    """Count the parameters of one MLP; in an MoE model it is one expert of a block."""
     up = model.up_width
     return model.hidden * (up + model.ffn_hidden) + (up + model.hidden if model.bias else 0)
 
 
 def shared_parameters(model: ModelShape) -> int:
-    """Parameters of the MLP that every token takes beside its experts, and of its gate."""
+    """Count the parameters of the shared expert, which every token takes, and of its gate."""
     biases = 0
     if model.bias and model.shared_ffn_hidden:
         biases = model.up_matrices * model.shared_ffn_hidden + model.hidden
@@ -204,27 +204,27 @@ def shared_parameters(model: ModelShape) -> int:
 
 
 def _shared_weights(model: ModelShape) -> int:
-    """Weights of the MLP that every token takes beside its experts, and of its gate: no biases."""
+    """Count the weights, without biases, of the shared expert and of its gate."""
     matrices = model.up_matrices + 1  # up (and SwiGLU's gate), and down
     gate = model.hidden if model.shared_gate else 0
     return matrices * model.hidden * model.shared_ffn_hidden + gate
 
 
 def embedding_parameters(model: ModelShape) -> int:
-    """Parameters of the embedding: tokens (without padding), learned positions, its norm."""
+    """Count the parameters of the embedding: tokens without padding, learned positions, norm."""
     tokens = model.vocab_size * model.hidden
     positions = model.max_positions * model.hidden if model.positions == "learned" else 0
     return tokens + positions + (norm_parameters(model) if model.embedding_norm else 0)
 
 
 def head_parameters(model: ModelShape) -> int:
-    """Parameters of the head: the final norm, and the output matrix unless it is tied."""
+    """Count the parameters of the head: the final norm, and the output matrix unless it is tied."""
     matrix = 0 if model.tied else model.vocab_size * model.hidden
     return norm_parameters(model) + matrix
 
 
 def predictor_parameters(model: ModelShape) -> int:
-    """Parameters of mtp_depth's modules: a block, three norms and a matrix each."""
+    """Count the parameters of mtp_depth's modules: a block, three norms and a matrix each."""
     if not model.mtp_depth:
         return 0
     block = _block_parameters(block_kinds.predictor(model))
@@ -232,7 +232,7 @@ def predictor_parameters(model: ModelShape) -> int:
 
 
 def parameters(model: ModelShape) -> int:
-    """Parameters of the whole model, each counted once, without vocabulary padding."""
+    """Count the parameters of the whole model, each counted once, without vocabulary padding."""
     blocks = parameters_of_blocks(model, 0, model.layers) + predictor_parameters(model)
     return embedding_parameters(model) + blocks + head_parameters(model)
 
@@ -243,12 +243,12 @@ FORMULAS = ("megatron-2025", "megatron-2021", "bigscience")
 
 
 def block_flops(model: ModelShape) -> float:
-    """Forward FLOPs of one block for one token: its GEMMs, and the causal half of attention."""
+    """Count the forward FLOPs of a block for one token: GEMMs, and causal attention's half."""
     return mean_of_blocks(model, _block_flops)
 
 
 def _block_flops(model: ModelShape) -> float:
-    """Forward FLOPs of one block for one token, of a model whose blocks are alike.
+    """Count the forward FLOPs of one block for one token, of a model whose blocks are alike.
 
     A multiplication and an addition are 2 FLOPs. A token uses each weight of a GEMM once, so the
     number of multiplications is the number of weights. `_shared_weights` are the weights of the
@@ -262,7 +262,7 @@ def _block_flops(model: ModelShape) -> float:
 
 
 def score_flops(model: ModelShape) -> float:
-    """Forward FLOPs of a block's q k^T and p v for one token: 2 s (a d) for a plain GPT.
+    """Count the forward FLOPs of a block's q k^T and p v for one token: 2 s (a d) for a plain GPT.
 
     For each token that a token sees, q k^T has a multiplication for each column of the queries, and
     p v for each of the result. A multiplication and an addition are 2 FLOPs. A mixer in the place
@@ -276,7 +276,7 @@ def score_flops(model: ModelShape) -> float:
 
 
 def seen_tokens(model: ModelShape) -> float:
-    """Tokens that a token sees, as the mean over a sample, in a model whose blocks are alike.
+    """Count the tokens that a token sees, the mean over a sample, if all blocks are alike.
 
     Causal attention sees half of the s tokens. With a window of w tokens the first w tokens of a
     sample see half of w, and all others see w: w - w^2 / 2s.
@@ -287,12 +287,12 @@ def seen_tokens(model: ModelShape) -> float:
 
 
 def head_flops(model: ModelShape) -> float:
-    """Forward FLOPs of the output matrix for one token, and of multi-token prediction if any."""
+    """Count the forward FLOPs of output matrix and multi-token prediction for one token."""
     return 2.0 * model.hidden * model.vocab_size + predictor_flops(model)
 
 
 def predictor_flops(model: ModelShape) -> float:
-    """Forward FLOPs of mtp_depth's modules for one token: a matrix, a block and the output's."""
+    """Count the forward FLOPs of mtp_depth's modules for one token: matrix, block and output."""
     if not model.mtp_depth:
         return 0.0
     block = _block_flops(block_kinds.predictor(model))
@@ -301,7 +301,7 @@ def predictor_flops(model: ModelShape) -> float:
 
 
 def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[float, float]:
-    """Forward FLOPs for one token of one block, and of the head, by a published formula.
+    """Count the forward FLOPs for one token of one block, and of the head, by a published formula.
 
     Published speeds in FLOP/s count FLOPs by one of these:
 
@@ -320,7 +320,7 @@ def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[fl
 
 
 def model_flops(model: ModelShape, samples: int, formula: str = "megatron-2025") -> float:
-    """FLOPs that a step on `samples` samples needs: three times the forward FLOPs.
+    """Count the FLOPs that a step on `samples` samples needs: three times the forward FLOPs.
 
     The backward pass has twice the FLOPs of the forward pass: for each product one for the gradient
     of the input and one for the gradient of the weights. formula: see `forward_flops`.
@@ -336,7 +336,7 @@ def hardware_flops(
     formula: str = "megatron-2025",
     blocks: int | None = None,
 ) -> float:
-    """FLOPs that a step on `samples` samples executes: `model_flops` and the recomputed FLOPs.
+    """Count the FLOPs that a step on `samples` samples executes, recomputation included.
 
     recompute: `full` repeats a block's forward pass, `selective` only its q k^T and p v; the head
     is never recomputed. formula: see `forward_flops`. blocks: the number of recomputed blocks of

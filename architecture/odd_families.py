@@ -65,7 +65,7 @@ class Granite(OddFamily):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return query_scalar."""
+        """Return query_scalar, 1 / attention_multiplier^2 of a Granite's config.json."""
         multiplier = config.get("attention_multiplier")
         multiplier = 1.0 if multiplier is None else multiplier
         if type(multiplier) not in (int, float) or not 0 < multiplier < math.inf:
@@ -93,7 +93,7 @@ class Cohere2(OddFamily):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return logit_divisor, and which blocks have rotary positions."""
+        """Return logit_divisor, 1 / logit_scale of config.json, and the blocks with RoPE."""
         scale = config.get("logit_scale", 0.0625)
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
             raise ModelError(f"logit_scale is {scale!a:.80}, not a number above 0")
@@ -123,7 +123,7 @@ class NoPositions(OddFamily):
         return {"rotary_blocks": pattern_of(tuple(self.flags(config, layers)))}
 
     def flags(self, config: dict[str, Any], layers: int) -> list[bool]:
-        """Return for each block whether it has rotary positions."""
+        """Return whether each block has RoPE, by no_rope_layers or no_rope_layer_interval."""
         flags = config.get("no_rope_layers")
         if flags is None:
             interval = config.get("no_rope_layer_interval", self.interval)
@@ -153,7 +153,7 @@ class MiniMaxM2(OddFamily):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return rotary_fraction, unless the field of transformers 5 gives it."""
+        """Return rotary_fraction by rotary_dim, unless partial_rotary_factor gives it."""
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         columns, size = config.get("rotary_dim"), options.get("head_size")
@@ -176,7 +176,7 @@ class FirstDense(OddFamily):
     def read(
         self, config: dict[str, Any], options: dict[str, Any], lacks: list[str]
     ) -> dict[str, Any]:
-        """Return first_dense_layers."""
+        """Return first_dense_layers by mlp_only_layers, a list of blocks in config.json."""
         blocks = config.get("mlp_only_layers")
         if blocks is None:
             return {"first_dense_layers": 0}

@@ -333,7 +333,7 @@ class ModelShape:
     )
     mixer_negative: bool = option(
         False,
-        "writing strengths of the delta rule up to 2, so that a state may turn its sign",
+        "beta of the delta rule up to 2, not 1: negative eigenvalues (allow_neg_eigval)",
         needs=Needs(("mixer",), ("gated_delta_net",), is_key=True),
         file_only=True,
     )
@@ -378,7 +378,9 @@ class ModelShape:
         needs=EXPERTS,
         file_only=True,
     )
-    router: str = option("softmax", "router scores", choices=("softmax", "sigmoid"))
+    router: str = option(
+        "softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid")
+    )
     router_normalised: bool = option(
         True, "normalise the weights of a token's top-k experts to sum to 1", file_only=True
     )

@@ -112,7 +112,7 @@ def check_shapes(found: Mapping[str, Shape], model: ModelShape, where: str) -> N
 
 
 def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
-    """Return the global shape of each tensor of a model, by name."""
+    """Return the global shape of each tensor of a model, by name, before tp or ZeRO divide it."""
     h = model.hidden
     g = model.kv_heads
     d = model.head_size

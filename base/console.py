@@ -38,7 +38,7 @@ def as_typed(text: str, is_installed: bool = IS_INSTALLED) -> str:
 
 
 def is_program(word: str) -> bool:
-    """Whether a word of a command is a Python program, or a command of an installed Trine."""
+    """Return whether a word of a command names a Python program or an installed Trine command."""
     name = Path(word).name.removeprefix(PREFIX).replace("-", "_")
     return word.endswith(".py") or (Path(word).name.startswith(PREFIX) and name in COMMANDS)
 

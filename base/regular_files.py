@@ -35,6 +35,7 @@ def open_regular(path: str | Path, follow: bool = True) -> io.FileIO:
     """
 
     def opener(path: str, flags: int) -> int:
+        """Return the descriptor of a regular file; `open` calls this in place of os.open."""
         # A device is not opened at all, since even that may act on it. The path may become another
         # file after `stat`: O_NONBLOCK keeps `open` from waiting then, and `fstat` looks again.
         status = os.stat(path, follow_symlinks=follow)

@@ -115,6 +115,7 @@ def _with_copies(all_rules: list[Rule], model: ModelShape, family: Family) -> li
             copies.setdefault(original, []).append(copy)
 
     def with_copies(rule: Rule) -> Rule:
+        """Return the rule, which also writes the copies of its tensor if there are any."""
         names = copies.get(rule.theirs[0], []) if rule.theirs else []
         if not names:
             return rule
@@ -318,6 +319,7 @@ def _rule_of_router(name: str, theirs: tuple[str, ...], model: ModelShape, initi
         return Rule(name, theirs, lambda t: t, _as_tuple(lambda t: t), exact=True)
 
     def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
+        """Return no tensor; UserError if a bias that would be lost is not 0."""
         if name.endswith(".bias") and ours.any():
             raise CheckpointError(
                 f"{name} is not 0: the model was trained with --balance bias, and its family in "
@@ -331,8 +333,10 @@ def _rule_of_router(name: str, theirs: tuple[str, ...], model: ModelShape, initi
 def _rule_of_stack(name: str, general: str, kind: str, theirs: str) -> Rule | None:
     """Return the rule of a tensor of gpt-oss whose form is another than in other families, or None.
 
-    They have one tensor for all experts, (experts, in, out), in which the rows of gate and up
-    alternate. Ours is (experts, out, in), or (experts, 2, width, in).
+    transformers has one tensor for all experts, (experts, in, out), in which gate and up alternate.
+    Ours is (experts, out, in), or (experts, 2, width, in). name: ours. general: the name without
+    its last part, with * for the block. kind: the last part, such as weight. theirs: the module's
+    or parameter's name in transformers, for the block.
     """
     if general == "blocks.*.mlp.router" and kind == "logit_bias":
         return Rule(name, (f"{theirs}.bias",), lambda t: t, _as_tuple(lambda t: t))
@@ -577,7 +581,8 @@ def write_tokenizer(record: ModelRecord, folder: str, model: ModelShape) -> None
         size = model_record.vocabulary(files)
         if size > model.vocab_size:
             raise CheckpointError(
-                f"the tokenizer.json has {size} tokens, the model {model.vocab_size}"
+                f"the tokenizer.json has {size} tokens, but the model's vocab-size is "
+                f"{model.vocab_size}: give the tokenizer of this model as --tokenizer PATH"
             )
         files |= model_record.complete_settings(files, record.context_length)
     for name, contents in files.items():

@@ -118,7 +118,7 @@ def _flat(theirs: Tensor, has_taps: bool) -> Tensor:
 
 
 def _rows_of_head(mixer: str, model: ModelShape, tensor: str) -> dict[str, int]:
-    """Return the rows of a head in our tensor, by name and in our order."""
+    """Return how many rows of each name a key head has in Trine's tensor, in Trine's order."""
     p, r = model.mixer_key_size, model.mixer_value_size
     shared = model.mixer_value_heads // model.mixer_key_heads  # value heads of a key head
     sizes = {"q": p, "k": p, "v": shared * r}
@@ -152,14 +152,19 @@ def _by_head(theirs: list[Tensor], rows: list[str], sizes: dict[str, int], heads
 def _from_heads(
     ours: Tensor, rows: list[str], sizes: dict[str, int], has_taps: bool
 ) -> tuple[Tensor, ...]:
-    """Return their tensors of ours, the inverse of `_by_head`."""
+    """Return the tensors of transformers with the rows of one of Trine's: inverse of `_by_head`.
+
+    ours: (heads, rows of a head, ...). rows: for each tensor of transformers the names of its rows,
+    such as "q k v", or "head: q k v" if they go head by head. sizes: the rows of each name in a
+    head. has_taps: whether theirs is (channels, 1, taps), of a convolution.
+    """
     parts = dict(zip(sizes, ours.split(list(sizes.values()), 1), strict=True))
-    found = []
+    theirs = []
     for text in rows:
-        own = [parts[name] for name in text.removeprefix(EACH_HEAD).split()]
+        pieces = [parts[name] for name in text.removeprefix(EACH_HEAD).split()]
         if text.startswith(EACH_HEAD):
-            tensor = torch.cat(own, 1).flatten(0, 1)
+            tensor = torch.cat(pieces, 1).flatten(0, 1)
         else:
-            tensor = torch.cat([part.flatten(0, 1) for part in own])
-        found.append(tensor.unsqueeze(1) if has_taps else tensor)
-    return tuple(found)
+            tensor = torch.cat([piece.flatten(0, 1) for piece in pieces])
+        theirs.append(tensor.unsqueeze(1) if has_taps else tensor)
+    return tuple(theirs)

@@ -368,7 +368,9 @@ def _check_attributes(index: Index, step: int) -> None:
         wrong.append(("past", data["past"]))
     if wrong:
         name, value = wrong[0]
-        raise CheckpointError(f"{index.path} has {name!a} = {value!a:.80}")
+        raise CheckpointError(
+            f"{index.path} is damaged: {name!a} is {value!a:.80}, which no run saves"
+        )
     if progress["iteration"] != step:
         raise CheckpointError(
             f"{index.path} is of step {progress['iteration']}, its manifest of {step}"

@@ -81,7 +81,7 @@ class Loader:
         """Set the fields that do not come from the caller; `resume` fills in the last one."""
         self.run = self.config.run
         self.parent = checkpoints_folder(self.config)
-        self.record: ModelRecord | None = None  # what the loaded model is beyond its shape
+        self.record: ModelRecord | None = None  # config.json's fields, tokenizer
 
     def resume(self) -> Progress:
         """Load the checkpoint that --resume asks for, and return its progress.

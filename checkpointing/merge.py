@@ -179,5 +179,8 @@ def _means(
             mean += share * read(index, name).reshape(-1).astype(np.float64)
         mean /= total
         if wrong := mean.size - int(np.isfinite(mean).sum()):
-            raise CheckpointError(f"{wrong:,} of {mean.size:,} values of {name} are not finite")
+            raise CheckpointError(
+                f"{wrong:,} of {mean.size:,} values of the mean of {name} are not finite: leave "
+                "out the checkpoints in which they are not"
+            )
         yield mean.astype(contents.dtype)

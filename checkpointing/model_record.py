@@ -381,9 +381,14 @@ def read(folder: str, with_files: bool = True) -> ModelRecord | None:
     generation = values.get("generation")
     length = values.get("context_length")
     if not isinstance(config, dict) or not isinstance(generation, (dict, type(None))):
-        raise CheckpointError(f"{path} does not have a config and a generation")
+        raise CheckpointError(
+            f"{path} is damaged: config is a {type(config).__name__}, not an object, or generation "
+            f"is a {type(generation).__name__}, not an object or null"
+        )
     if type(length) is not int or length < 1:
-        raise CheckpointError(f"{path} has no context_length that is a number of tokens")
+        raise CheckpointError(
+            f"{path} is damaged: context_length is {length!r:.40}, not a number of tokens above 0"
+        )
     families.check_token_ids(config, path)
     families.check_token_ids(generation or {}, path)
     names = [name for name in listed if with_files and is_tokenizer_file(name)]

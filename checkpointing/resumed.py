@@ -171,7 +171,10 @@ def _past(index: Index) -> Past:
     step = progress.get("iteration", 0)
     samples = progress.get("consumed_samples", 0)
     if any(type(count) is not int or count < 0 for count in (step, samples)):
-        raise CheckpointError(f"{index.path} has the progress {step}, {samples}")
+        raise CheckpointError(
+            f"{index.path} is damaged: iteration is {step!a:.40} and consumed_samples "
+            f"{samples!a:.40}; both are whole numbers from 0 on"
+        )
     skipped = progress.get("skipped_samples", 0)
     tokens = _tokens(index, samples)
     text = index.attributes("data").get("past")

@@ -207,9 +207,10 @@ class Checkpointer:
 
     @property
     def record(self) -> ModelRecord | None:
-        """What the model is beyond its shape, on rank 0; None on the others.
+        """What a checkpoint keeps for transformers: config.json's fields and the tokenizer's files.
 
-        A run that neither saves nor writes samples of text never asks: it reads no tokenizer.
+        None on all ranks but rank 0. It is read when it is first asked for: a run that neither
+        saves nor writes samples of text does not read a tokenizer.
         """
         if not self.is_rank_0:
             return None

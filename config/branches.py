@@ -44,7 +44,9 @@ def decaying(
     for name in ("phases", *DECAY_SETS, "lr_warmup_samples"):
         if name in given:
             flag = as_typed(all_options()[name])
-            raise UserError(f"give one of --decay-tokens {tokens} and {flag}: both say the rate")
+            raise UserError(
+                f"give one of --decay-tokens {tokens} and {flag}: both set the learning rate"
+            )
     begun = past.phases or (BegunPhase("", 0, 0, 0, 0, ("-",), length),)
     phase = [phase for phase in begun if phase.samples < branch.samples][-1]
     length = phase.seq_length

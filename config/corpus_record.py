@@ -50,11 +50,17 @@ def from_facts(value: Any, where: str) -> CorpusRecord:
     facts = value if isinstance(value, dict) else {"begin": None}
     begin, end = facts.get("begin", []), facts.get("end", "")
     if not isinstance(begin, list) or not all(isinstance(word, str) for word in [*begin, end]):
-        raise CorpusError(f"{where}: documents has no begin and end that are tokens")
+        raise CorpusError(
+            f"{where}: documents is {value!r:.80}, without `begin`, a list of tokens, and `end`, "
+            "a token"
+        )
     for name in ("end_id", "largest_id"):
         number = facts.get(name, 0)
         if type(number) is not int or not 0 <= number < 2**31:
-            raise CorpusError(f"{where}: documents has {name} {number!r:.40}, which is no id")
+            raise CorpusError(
+                f"{where}: documents has {name} {number!r:.40}, not a token id from 0 to "
+                f"{2**31 - 1}"
+            )
     if facts.get("special_tokens", TEXT) not in (TEXT, IDS):
         form = facts["special_tokens"]
         raise CorpusError(

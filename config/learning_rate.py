@@ -34,7 +34,7 @@ class Curve:
         return self.end - (self.wsd_decay or self.end // 10)
 
     def rate(self, done: int, step: int) -> float:
-        """Return the rate of a step of length `step` that begins after `done`."""
+        """Return the learning rate of a step of `step` samples that begins after `done` samples."""
         # In the warmup the rate is that of the step's last sample, so that no step has the rate 0.
         if done < self.warmup:
             return self.peak * (done + step) / (self.warmup + step)

@@ -171,7 +171,11 @@ def from_table(values: Mapping[str, Any], path: str) -> PhasePlan:
             )
     names = [phase.name for phase in phases]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{where}: two phases are called {twice}")
+        numbers = [str(number) for number, name in enumerate(names, 1) if name == twice]
+        raise UserError(
+            f"{where}: phases {' and '.join(numbers)} have the same name, {twice}: give each one "
+            "its own"
+        )
     end = top.get("train_tokens")
     if end is not None:
         end = _count(end, f"{where}: train_tokens", 1)
@@ -200,7 +204,9 @@ def from_saved(values: Any, path: str) -> PhasePlan | None:
     try:
         table["max_epochs"] = dict(table.get("max_epochs", ()))
     except (TypeError, ValueError):
-        raise UserError(f"{path}: max_epochs is {table['max_epochs']!r:.80}") from None
+        raise UserError(
+            f"{path}: max_epochs is {table['max_epochs']!r:.80}, not pairs of PREFIX and EPOCHS"
+        ) from None
     return from_table(table, path)
 
 
@@ -259,7 +265,9 @@ def _phase(table: Mapping[str, Any], unnamed: str, where: str) -> Phase:
             if getattr(phase, key) is not None:
                 raise UserError(f'{here}: {key} needs lr_schedule = "wsd"')
     if phase.lr_schedule == "constant" and phase.min_lr is not None:
-        raise UserError(f"{here}: min_lr({phase.min_lr:g}) is never reached by constant")
+        raise UserError(
+            f"{here}: lr_schedule constant never reaches min_lr({phase.min_lr:g}): leave min_lr out"
+        )
     return phase
 
 

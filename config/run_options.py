@@ -210,6 +210,7 @@ class Training:
         return self.balance in ("sequence", "global") or self.router_z_loss > 0
 
     def __post_init__(self) -> None:
+        """Derive global_batch_size if it is None: the last size of batch_schedule, or 8."""
         if self.global_batch_size is None:
             schedule = self.batch_schedule
             size = batches.parse_steps(schedule)[-1][1] if schedule else 8
@@ -479,7 +480,7 @@ class Run:
     )
     spike_limit: int = option(
         4,
-        "skips or rollbacks of a run; the next spike ends it",
+        "most skips or rollbacks in a run; the next spike ends it",
         minimum=0,
         needs=Needs(("on_spike",), ("skip", "rollback")),
         file_only=True,
@@ -546,7 +547,7 @@ class Run:
     )
     begin_at_samples: int = option(
         0,
-        "least samples in the resumed checkpoint; earlier batches need not suit the layout",
+        "least samples that the resumed checkpoint has; earlier batches need not suit the layout",
         minimum=0,
         needs=Needs(("resume",), reason="a new run begins with 0"),
     )

@@ -208,7 +208,10 @@ def _check_pattern(model: ModelShape) -> None:
         )
     model.part_of(0)
     if "M" not in pattern:
-        raise UserError(f"hybrid_pattern({pattern}) has no block with the mixer({model.mixer}): M")
+        raise UserError(
+            f"hybrid_pattern({pattern}) has no M, a block with the mixer({model.mixer}): add one, "
+            "or leave out hybrid_pattern"
+        )
     if "E" in pattern and model.experts == 1:
         raise UserError("hybrid_pattern has blocks with experts (E): give --experts N above 1")
     others = {

@@ -51,6 +51,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (Jinja reads it from the class)
 
     def __init__(self, environment: jinja2.Environment):
+        """Register the tag in Jinja's environment; spans are kept within `recording` only."""
         super().__init__(environment)
         self.written: list[str] | None = None  # the pieces before the tag, while `recording`
         self.spans: list[Span] = []
@@ -62,6 +63,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     def _note(self, caller: runtime.Macro) -> str:
+        """Return what the lines between the tags write, and keep its span of characters."""
         text = caller()
         if self.written is not None:
             begin = sum(map(len, self.written))
@@ -82,6 +84,7 @@ class _Namespace(Namespace):
     """Jinja's namespace, whose attributes may not begin with an underscore: those are Python's."""
 
     def __init__(*args: Any, **kwargs: Any):  # `self` may be an attribute's name
+        """Take attributes as dict() does; SecurityError for a name that begins with _."""
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -190,6 +193,11 @@ def _render_of_transformers() -> Any:
 def _render_once(
     template: str, messages: list[Message], marks: bool, variables: dict[str, Any]
 ) -> tuple[str, list[Span]]:
+    """Return the text of a conversation and, with `marks`, the spans in {% generation %}.
+
+    transformers renders it where it is installed. Raise TemplateError for more than MOST_TEXT
+    characters.
+    """
     theirs = _render_of_transformers()
     if theirs is None:
         text, spans = own_render(template, messages, marks, variables)

@@ -35,7 +35,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: dict[str, str] | None = None):
-        """source: the text of the template. tokens: what it may name, such as eos_token."""
+        """Start no process yet. source: of the template. tokens: variables such as eos_token."""
         self.source = source
         self.tokens = dict(tokens or {})
         self._process: subprocess.Popen[bytes] | None = None
@@ -97,7 +97,11 @@ class ChatTemplate:
     def _ask(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], **options: Any
     ) -> tuple[str, list[Span]]:
-        """Have the process render a conversation; UserError."""
+        """Return a conversation's text and spans of answers, which the process has rendered.
+
+        options: of the request beside the variables. Raise UserError if the template fails, or if
+        the process has ended.
+        """
         request = self.tokens | variables | options
         request |= {"template": self.source, "messages": messages}
         try:
@@ -122,7 +126,7 @@ class ChatTemplate:
         return text, [(begin, end) for begin, end in spans]
 
     def _ended(self) -> tuple[int, str]:
-        """Forget the process when it has ended; return its status and its last words."""
+        """Wait for the end of the process; return its status and the last line of its stderr."""
         process, errors = self._process, self._errors
         self._process = self._errors = None
         if process is None or errors is None:
@@ -134,6 +138,7 @@ class ChatTemplate:
         return process.returncode, " ".join(last)
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """Return the process that renders, which is started if there is none."""
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_ended`)
             program = module_program(

@@ -75,6 +75,7 @@ class Lines:
         threading.Thread(target=self._read, name="stdin", daemon=True).start()
 
     def _read(self) -> None:
+        """Put the lines of standard input into the queue until it ends; run by a thread."""
         try:
             for line in sys.stdin:
                 if line.strip():

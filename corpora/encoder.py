@@ -49,9 +49,11 @@ class Encoder:
         end_token: str | None = None,
         special_tokens: str | None = None,
     ):
-        """settings: of the files beside the tokenizer. name: for messages. end_token: that the user
-        has named; UserError if the tokenizer lacks it, or a token that the settings name.
-        special_tokens: in place of what the settings say.
+        """Find the tokens that begin and end documents; UserError if the tokenizer lacks one.
+
+        settings: of the files beside the tokenizer. name: of the tokenizer, for messages.
+        end_token: the token that ends a document, if the user names one. special_tokens: in place
+        of what the settings say.
         """
         settings = settings or Settings(name)
         tokenizer.no_truncation()
@@ -82,6 +84,7 @@ class Encoder:
         return max(self.tokenizer.get_vocab().values(), default=-1) + 1
 
     def _ids(self, tokens: Iterable[str], name: str) -> list[int]:
+        """Return the ids of tokens; UserError if the tokenizer, called `name`, lacks one."""
         ids = []
         for token in tokens:
             found = self.tokenizer.token_to_id(token)
@@ -120,21 +123,23 @@ class Encoder:
         return found
 
     def prompts(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of prompts, which begin as documents do.
+        """Return the token ids of prompts, each with the tokens that begin a document before it.
 
-        A prompt that spells what begins a document itself has it once.
+        If a prompt already starts with the text of these tokens, such as <|begin_of_text|>, they
+        are not added again.
         """
         if self.special_tokens is None:
             self.tokenizer.encode_special_tokens = False
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             return [self.begun(encoding.ids) for encoding in encodings]
         begin = "".join(self.begin_tokens())
-        if self.special_tokens == TEXT or self.begin == [self.end]:  # else its name is a token
+        # With IDS the tokenizer makes a token of its name in a prompt, which `begun` then sees.
+        if self.special_tokens == TEXT or self.begin == [self.end]:
             texts = [text.removeprefix(begin) for text in texts]
         return [self.begun(ids) for ids in self.encode(texts)]
 
     def begun(self, ids: list[int]) -> list[int]:
-        """Return ids with what begins a prompt before them, if they do not begin with it."""
+        """Return the ids after the tokens that begin a document; as they are if they have them."""
         begin = self.begin
         return ids if begin and ids[: len(begin)] == begin else begin + ids
 

@@ -78,7 +78,7 @@ class Names:
     """Finds names of special tokens in texts."""
 
     def __init__(self, tokenizer: Tokenizer, end: str | None):
-        """tokenizer: has the special tokens. end: the one that ends a document, if it is known."""
+        """Make the pattern that finds them. end: the token that ends a document, if it is known."""
         names = {name for name in [*special_names(tokenizer), end] if name}
         longest_first = sorted(names, key=lambda name: (-len(name), name))
         pattern = "|".join(map(re.escape, longest_first))

@@ -156,7 +156,10 @@ def _row(place: str, found: dict[str, Any]) -> Choices:
 
 
 def _pairs_of(context: Any, continuations: Any) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of the first form of a row."""
+    """Return the (context, continuation) of each choice of a row of our own form.
+
+    context: a text for all, or one for each continuation.
+    """
     if not _are_texts(continuations) or not continuations:
         raise CorpusError('has no list of texts as "continuations"')
     contexts = [context] * len(continuations) if isinstance(context, str) else context
@@ -188,7 +191,10 @@ def _are_texts(value: Any) -> bool:
 
 
 def _answers_of(answer: Any, pairs: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-    """Return the numbers of the right choices in the first form of a row."""
+    """Return the indices of the right choices of a row of our own form.
+
+    answer: an index, a list of them, or the text of one continuation.
+    """
     if isinstance(answer, str):
         same = _with_text(answer, pairs)
         if len(same) != 1:
@@ -291,7 +297,10 @@ def encode_tasks(files: Sequence[TaskFile], text: Text, length: int) -> TaskSet:
 
 
 def _requests(rows: Sequence[Choices], text: Text) -> Iterator[ScoringRequest]:
-    """Yield the request of each choice of each row, in their order; UserError."""
+    """Yield the token ids to score for each choice of each row, in their order.
+
+    Raise UserError if a continuation has no token of its own, or does not fit.
+    """
     encoder = text.encoder
     if encoder is None:
         for row in rows:
@@ -317,7 +326,10 @@ def _requests(rows: Sequence[Choices], text: Text) -> Iterator[ScoringRequest]:
                 "tokenizer joins it with the end of its context"
             )
         if max(ids) >= text.vocab_size:
-            raise CorpusError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
+            raise CorpusError(
+                f"{place}: token id {max(ids)} is not below vocab-size({text.vocab_size}): take "
+                "the tokenizer of the model"
+            )
         yield ScoringRequest(ids, start)
 
 
@@ -331,7 +343,7 @@ def _split(context: str, continuation: str) -> tuple[str, str]:
 
 
 def _request_of_ids(context: str, continuation: str, text: Text, place: str) -> ScoringRequest:
-    """Return a request whose texts are token ids, for a run without a tokenizer."""
+    """Return the request of a row whose texts are token ids such as '17 4 250'."""
     parts = []
     for words in (context, continuation):
         ids = text.numbers(words)
@@ -341,7 +353,9 @@ def _request_of_ids(context: str, continuation: str, text: Text, place: str) -> 
                 "tokenizer was found beside the corpus"
             )
         if max(ids) >= text.vocab_size:
-            raise CorpusError(f"{place}: {max(ids)} is not below vocab-size({text.vocab_size})")
+            raise CorpusError(
+                f"{place}: token id {max(ids)} is not below vocab-size({text.vocab_size})"
+            )
         parts.append(ids)
     return ScoringRequest(parts[0] + parts[1], len(parts[0]))
 

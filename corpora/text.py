@@ -63,7 +63,10 @@ class Text:
         tokenizer = load_tokenizer(path)
         size = tokenizer.get_vocab_size()
         if size > vocab_size:
-            raise CorpusError(f"{path} has {size} tokens, the model {vocab_size}")
+            raise CorpusError(
+                f"{path} has {size} tokens, but the model's vocab-size is {vocab_size}: take the "
+                f"tokenizer of this model, or train a model with --vocab-size {size} or more"
+            )
         settings = read_settings(path)
         self.encoder = Encoder(tokenizer, settings, path, special_tokens=special_tokens)
         self.end = self.encoder.end
@@ -107,8 +110,11 @@ class Text:
         return [int(word) for word in re.findall(r"\d+", text)]
 
     def _checked(self, ids: list[int], flag: str) -> list[int]:
+        """Return the ids of the option `flag`; UserError if one is outside of the vocabulary."""
         if max(ids) >= self.vocab_size:
-            raise CorpusError(f"{flag}: {max(ids)} is not below vocab-size({self.vocab_size})")
+            raise CorpusError(
+                f"{flag}: token id {max(ids)} is not below vocab-size({self.vocab_size})"
+            )
         return ids
 
     def decode(self, ids: list[int]) -> str:

@@ -90,7 +90,7 @@ class BadTexts:
         self.found: dict[str, str] = {}  # FILE:LINE, and why
 
     def add(self, place: str, reason: str) -> None:
-        """Note one; UserError if there are more than the limit."""
+        """Note a bad document at `place`, FILE:LINE; UserError if there are more than the limit."""
         self.found[place] = reason
         if len(self.found) > self.limit:
             more = f" (--skip-bad {self.limit} skips that many)" if self.limit else ""
@@ -99,7 +99,7 @@ class BadTexts:
 
 @contextlib.contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """UserError with the file's name for what is raised if a file is damaged."""
+    """In the block, turn errors that a damaged file causes into UserError with the file's name."""
 
     def mistakes() -> tuple[type[Exception], ...]:
         """Asked when an error has come: a package that was not loaded before may have raised it."""
@@ -120,7 +120,10 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def _refusal_of_zstd(path: Path, reason: str) -> str:
-    """What to do about a whole .zst file that zstd does not unpack by itself; "" for others."""
+    """Return the error for an undamaged .zst file that zstd refuses to unpack; "" for others.
+
+    reason: what zstd has said, of which ZSTD_REFUSALS has parts.
+    """
     if path.suffix.lower() != ".zst":
         return ""
     words = next((words for said, words in ZSTD_REFUSALS.items() if said in reason.lower()), "")
@@ -130,7 +133,7 @@ def _refusal_of_zstd(path: Path, reason: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file cannot be read, never empty: some errors have no text of their own."""
+    """Return why a file cannot be read, never empty: some errors have no text of their own."""
     if isinstance(error, MemoryError):
         return "one of its documents does not fit into memory"
     if isinstance(error, EOFError) and not str(error):
@@ -139,6 +142,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _mistakes_of_packages(path: Path) -> tuple[type[Exception], ...]:
+    """Return what the package that reads the file raises for a damaged one: h5py or pyarrow."""
     if kind_of(path) in TOKENS:
         return RuntimeError, TypeError, LookupError, ArithmeticError  # h5py
     pyarrow = sys.modules.get("pyarrow")
@@ -146,7 +150,7 @@ def _mistakes_of_packages(path: Path) -> tuple[type[Exception], ...]:
 
 
 def package_for(name: str, needing: object) -> Any:
-    """A package that only some formats need; UserError if it is not installed."""
+    """Import and return a package that only some formats need; UserError if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -160,14 +164,14 @@ def package_for(name: str, needing: object) -> Any:
 
 
 def _suffix(path: Path) -> tuple[str, bool]:
-    """The suffix of a file's contents, without that of a compression; whether there is one."""
+    """Return the suffix without that of a compression, and whether the file is compressed."""
     suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
     packed = suffixes[-1] in COMPRESSED
     return suffixes[:-1][-1] if packed else suffixes[-1], packed
 
 
 def kind_of(path: Path, as_text: Sequence[str] = ()) -> str | None:
-    """The suffix that says what a file holds, without compression; None if it is not known.
+    """Return the suffix that says a file's format, without compression; None if it is not known.
 
     as_text: ends of names, as ".c", of files that are one document each.
     """
@@ -181,7 +185,7 @@ def kind_of(path: Path, as_text: Sequence[str] = ()) -> str | None:
 
 
 def not_known(path: Path) -> UserError:
-    """The error for a file whose kind is not known, with what to do about the usual ones."""
+    """Return the error for a file whose kind is not known, with what to do about the usual ones."""
     suffix, _ = _suffix(path)
     if suffix in TOKENS:
         return CorpusError(
@@ -192,7 +196,7 @@ def not_known(path: Path) -> UserError:
 
 
 def check_lines(path: Path, key: str | None = None) -> None:
-    """UserError if a file called .json is one JSON value, and not one on each line.
+    """Raise UserError if a .json file is one JSON value, and not JSON lines.
 
     key: what each line has; then the file is also refused if its first one has no such key.
     """
@@ -213,7 +217,7 @@ def check_lines(path: Path, key: str | None = None) -> None:
 
 
 def _is_line(line: bytes, key: str | None) -> bool:
-    """Whether a line is a JSON object, with a key if one is asked for."""
+    """Return whether a line is a JSON object, with a key if one is asked for."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -222,7 +226,7 @@ def _is_line(line: bytes, key: str | None) -> bool:
 
 
 def _first_line(path: Path) -> bytes:
-    """The first line that is not blank; of a list, which may be one long line, its beginning."""
+    """Return the first line that is not blank, or the first BATCH_BYTES of a JSON list."""
     with damage_named(path), open_source(path) as file:
         line = _without_mark(file.readline(BATCH_BYTES))
         while line and not line.strip():
@@ -244,12 +248,12 @@ def walk(
     key: str | None = None,
     links: bool = False,
 ) -> Iterator[Path]:
-    """Text files below a folder, except in hidden folders (.git, .venv); counts the others by
-    their suffix, or as hidden.
+    """Yield the text files below a folder, except in hidden folders (.git, .venv).
 
-    as_text: see `kind_of`. key: of JSON lines: a file called .json is one of them if its first line
-    has it. links: whether links may lead out of the folder; else UserError, since who made them is
-    perhaps not who reads them.
+    unknown: counts the other files, by their suffix or as hidden. skip: names of folders to leave
+    out. as_text: see `kind_of`. key: of JSON lines: a .json file is read as JSON lines if its first
+    line has this key. links: whether links may lead out of the folder; else UserError, since who
+    made them is perhaps not who reads them.
     """
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
@@ -273,14 +277,20 @@ def walk(
 
 
 def without_links(path: Path, as_text: Sequence[str] = ()) -> Path:
-    """The path without links, unless the file that it leads to has another name, as a blob."""
+    """Return the path with links resolved, unless the target's suffix tells another format.
+
+    So a file in the cache of the Hugging Face hub keeps its name: its target is a blob without one.
+    """
     found = path.resolve()
     kinds = [(kind_of(each, as_text), each.suffix in COMPRESSED) for each in (path, found)]
     return found if kinds[0] == kinds[1] else path.absolute()
 
 
 def _check_within(path: Path, folder: Path) -> None:
-    """UserError for a link that leads out of the folder."""
+    """Raise UserError if `path` is a link that leads out of the folder.
+
+    The cache of the Hugging Face hub is an exception: its snapshots link to its blobs.
+    """
     found, inside = path.resolve(), folder.resolve()
     allowed = [inside]
     for parent in (inside, *inside.parents):
@@ -293,7 +303,7 @@ def _check_within(path: Path, folder: Path) -> None:
 
 
 def _listed(folder: Path) -> list[str] | None:
-    """The files of a data set that `datasets` has saved there; None if the folder is none."""
+    """Return the files of a data set that Hugging Face datasets has saved in a folder, or None."""
     path = folder / "state.json"
     try:
         state = json.loads(path.read_bytes())
@@ -312,7 +322,7 @@ def _listed(folder: Path) -> list[str] | None:
 
 
 def check_order_of_rows(path: Path) -> None:
-    """UserError for an .arrow file of a data set that has an order of rows of its own."""
+    """Raise UserError for an .arrow file of a data set that has an order of rows of its own."""
     if kind_of(path) == ".arrow" and (path.parent / "state.json").is_file():
         _listed(path.parent)
 
@@ -332,7 +342,7 @@ def open_file(path: Path, instead: str = "") -> IO[bytes]:
 
 @contextlib.contextmanager
 def open_source(path: Path) -> Iterator[IO[bytes]]:
-    """The contents of a file, without its compression; UserError for a pipe or a device."""
+    """Open a file and decompress it; "-" is standard input. UserError for a pipe or a device."""
     if str(path) == "-":
         yield sys.stdin.buffer
         return
@@ -352,7 +362,7 @@ def open_source(path: Path) -> Iterator[IO[bytes]]:
 
 
 def blocks_of(path: Path, size: int) -> Iterator[bytes]:
-    """The bytes of a file of one document, in blocks of `size`; the last block is empty.
+    """Yield the bytes of a file of one document, in blocks of `size`; the last block is empty.
 
     The mark with which some programs begin UTF-8 is left out.
     """
@@ -367,7 +377,7 @@ def blocks_of(path: Path, size: int) -> Iterator[bytes]:
 
 
 def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
-    """Every text of a file of lines or rows; what is none goes to `bad`."""
+    """Yield the text under `key` of each line or row; values that are no texts go to `bad`."""
     if kind_of(path) in LINES:
         for place, found in objects_of(path, key, bad):
             text = found[key]
@@ -387,7 +397,7 @@ def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
 def objects_of(
     path: Path, key: str | Sequence[str], bad: BadTexts
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of JSON lines that have a key, each with its FILE:LINE; others go to `bad`.
+    """Yield the objects of JSON lines that have a key, each with its FILE:LINE; others go to `bad`.
 
     key: its name, or several names of which an object has one. Texts of the objects can be written
     as UTF-8. Blank lines are skipped.
@@ -416,12 +426,12 @@ def _named(value: Any) -> str:
 
 
 def _without_mark(begin: bytes) -> bytes:
-    """The beginning of a file without the mark with which some programs begin UTF-8."""
+    """Return the beginning of a file without the mark with which some programs begin UTF-8."""
     return begin.removeprefix(codecs.BOM_UTF8)
 
 
 def _parse_line(line: bytes, keys: Sequence[str]) -> dict[str, Any] | str:
-    """The object in a JSON line, which has one of the keys; why it is bad, if it is."""
+    """Return the object in a JSON line, which has one of the keys; why it is bad, if it is."""
     try:
         found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -447,7 +457,7 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> dict[str, Any] | str:
 
 
 def _lines(file: Any, path: Path) -> Iterator[Any]:
-    """The lines of a file, of bytes or of text; UserError for one that is too long."""
+    """Yield the lines of a file, of bytes or of text; UserError for one that is too long."""
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
@@ -457,6 +467,7 @@ def _lines(file: Any, path: Path) -> Iterator[Any]:
 
 
 def _rows_of_csv(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    """Yield the values of the column `key` of a CSV file, with the line on which each row ends."""
     csv.field_size_limit(LONGEST_LINE)
     with open_source(path) as file:
         decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -476,7 +487,7 @@ def _rows_of_csv(path: Path, key: str) -> Iterator[tuple[int, Any]]:
 
 
 def _mistake_of_csv(place: str, reason: str) -> str:
-    """The error for a row that begins at a line, FILE:LINE, and is no row of CSV."""
+    """Return the error for a row that begins at a line, FILE:LINE, and is no row of CSV."""
     if "unexpected end of data" in reason:
         return f"{place} has a quote that is not closed until the end of the file"
     how = "; within a quoted text a quote is written twice" if "expected after" in reason else ""
@@ -484,7 +495,7 @@ def _mistake_of_csv(place: str, reason: str) -> str:
 
 
 def _rows_of_arrow(path: Path, key: str) -> Iterator[tuple[int, Any]]:
-    """The column `key` of a Parquet or Arrow file (as in a folder of Hugging Face datasets)."""
+    """Yield the row numbers, from 1, and values of the column `key` of a Parquet or Arrow file."""
     # Arrow would map a file that is named; where its bytes are damaged, that ends the process.
     with _seekable(path) as file:
         batches = _batches(path, file, key)
@@ -499,7 +510,7 @@ def _rows_of_arrow(path: Path, key: str) -> Iterator[tuple[int, Any]]:
 
 @contextlib.contextmanager
 def _seekable(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is read at any place; a compressed one is unpacked into a temporary file."""
+    """Open a file that can be sought in; a compressed one is unpacked into a temporary file."""
     with open_source(path) as file:
         if path.suffix.lower() not in COMPRESSED:
             yield file
@@ -511,7 +522,10 @@ def _seekable(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _batches(path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
-    """Batches of rows; UserError if there is no column `key`."""
+    """Return the record batches of a Parquet or Arrow file; UserError if it has no column `key`.
+
+    file: the open file at `path`, uncompressed.
+    """
     if kind_of(path) == ".parquet":
         parquet = package_for("pyarrow.parquet", path)
         table = parquet.ParquetFile(file)
@@ -537,7 +551,7 @@ def _batches(path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
 
 
 def _check_column(path: Path, schema: Any, key: str) -> None:
-    """UserError unless a table has a column `key` without others in it; schema: Arrow's."""
+    """Raise UserError unless a table has a column `key` without others in it; schema: Arrow's."""
     if key not in schema.names:
         raise CorpusError(f"{path} has no column {key!r}, but {', '.join(schema.names)}")
     column = schema.field(schema.get_field_index(key)).type
@@ -546,7 +560,10 @@ def _check_column(path: Path, schema: Any, key: str) -> None:
 
 
 def _batch_rows(table: Any, key: str) -> int:
-    """Rows of a Parquet file that take about BATCH_BYTES, by what its metadata says of a column."""
+    """Return how many rows of a Parquet file take about BATCH_BYTES in the column `key`.
+
+    By the file's metadata, from the row group with the largest rows; at most BATCH_ROWS.
+    """
     rows = BATCH_ROWS
     if key in table.schema.names:
         column = table.schema.names.index(key)
@@ -561,8 +578,10 @@ def _batch_rows(table: Any, key: str) -> int:
 
 
 def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterator[np.ndarray]]:
-    """How many tokens each document of an HDF5 file has, and all tokens in blocks. UserError if it
-    holds no such array; the blocks raise it for a token that is not below vocab_size.
+    """Return the number of tokens of each document of an HDF5 file, and all tokens in blocks.
+
+    key: the name of the array of tokens. Raise UserError if the file holds no such array; the
+    blocks raise it for a token that is not below vocab_size.
     """
     with _open_hdf5(path) as file:
         found = _array(file, path, key)
@@ -585,7 +604,10 @@ def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterat
 
 @contextlib.contextmanager
 def _open_hdf5(path: Path) -> "Iterator[h5py.File]":
-    """An HDF5 file that may come from elsewhere: HDF5 itself opens nothing by a name."""
+    """Open an HDF5 file that is not trusted, for reading.
+
+    HDF5 gets the open file and not its path. Whether the file names other files is for `_array`.
+    """
     import h5py
 
     with open_file(path) as raw, h5py.File(raw, "r") as file:
@@ -593,7 +615,7 @@ def _open_hdf5(path: Path) -> "Iterator[h5py.File]":
 
 
 def _array(file: "h5py.File", path: Path, key: str) -> "h5py.Dataset":
-    """An array of integers that the file itself holds; UserError or ValueError."""
+    """Return an array of integers that the file itself holds; UserError or ValueError."""
     import h5py
 
     from corpora.hdf5_files import check_stored, member
@@ -609,6 +631,10 @@ def _array(file: "h5py.File", path: Path, key: str) -> "h5py.Dataset":
 
 
 def _token_blocks(path: Path, key: str, vocab_size: int) -> Iterator[np.ndarray]:
+    """Yield the token ids of the array `key` of an HDF5 file in blocks of about TOKENS_READ.
+
+    Raise UserError for an id outside of the vocabulary, and for chunks too large to unpack.
+    """
     with _open_hdf5(path) as file:
         found = _array(file, path, key)
         width = found.size // max(1, len(found))

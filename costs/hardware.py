@@ -437,6 +437,9 @@ def _calibrated_link(file: str, key: str, entry: Any, machine: Machine) -> Link:
         raise FileError(f"{file} needs alpha and beta in [{key}], not {entry!r}")
     alpha, beta = entry["alpha"], entry["beta"]
     if not _is_rate(alpha, zero=True) or not _is_rate(beta):
-        raise FileError(f"{file} has [{key}] alpha = {alpha}, beta = {beta}")
+        raise FileError(
+            f"{file} has [{key}] alpha = {alpha}, beta = {beta}: alpha is seconds, 0 or more, and "
+            "beta is bytes/s above 0"
+        )
     bandwidth = getattr(machine, key).bandwidth
     return Link(float(alpha), bandwidth, beta / bandwidth)

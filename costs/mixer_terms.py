@@ -122,36 +122,41 @@ def kept_bytes(job: Job, inner: Column) -> Column:
     if model.mixer == "short_conv":  # the input of the convolution and its result
         between = again + job.number_bytes * 2 * channels(model) / tp
     else:
-        between = _between(job)
+        between = _recurrence_bytes(job)
     return job.tokens * (np.where(inner, between, again) + job.number_bytes * whole)
 
 
-def _between(job: Job) -> Column:
-    """Return the bytes of a token that a mixer with states keeps between its matrices."""
+def _recurrence_bytes(job: Job) -> Column:
+    """Return the activation bytes a token of a mixer with states, from its first to last matrix.
+
+    These are what the backward pass needs of the convolution, of the recurrence over chunks, and of
+    the norm and gate after it, on one tensor rank. p: key size, r: value size of a head.
+    """
     model, tp = job.model, job.layout.tp
     kept = KEPT[model.mixer]
     heads, p, r = model.mixer_value_heads / tp, model.mixer_key_size, model.mixer_value_size
-    keys = 2 * p * np.maximum(1.0, model.mixer_key_heads / tp)  # with queries, of this rank's heads
+    # Columns of this rank's queries and keys, and of all that the convolution reads.
+    keys = 2 * p * np.maximum(1.0, model.mixer_key_heads / tp)
     convolved = keys + heads * r
-    # A rank that gets states has two segments of a sample, and further columns of their states and
-    # of what is written: those of the transition.
+    # With --cp-mixer states a cp rank has two segments of each sample. The state then has further
+    # columns, for the transition from the state before a segment, and so has what is written.
     segmented = np.greater(job.cp, 1) & ~np.equal(job.layout.cp_mixer, "heads")
     length = np.where(segmented, model.seq_length / np.maximum(1, 2 * job.cp), model.seq_length)
     size = np.minimum(CHUNK, length)
     filled = np.ceil(length / size) * size / length  # the last chunk of a segment has zeros
     of_head = kept.scores * size + kept.values * r + kept.keys * p + kept.states * p * r / size
     if model.mixer == "mamba2":
-        more = p * r / size
+        of_transition = p * r / size
     else:
-        more = (2 * p + r) * (1 + p / size)
-    of_head = of_head + np.where(segmented, more, 0.0)
+        of_transition = (2 * p + r) * (1 + p / size)
+    of_head = of_head + np.where(segmented, of_transition, 0.0)
     of_chunks = heads * of_head + kept.of_key_heads * keys / 2
-    exact = max(EXACT_BYTES, job.number_bytes) * (
+    fp32_bytes = max(EXACT_BYTES, job.number_bytes) * (
         convolved + filled * of_chunks + kept.single * heads
     )
     if job.number_bytes >= EXACT_BYTES:  # a gate may be a view of all outputs, which are then kept
-        exact = exact + job.number_bytes * heads * _beside_gate(job)
-    return exact + job.number_bytes * (2 * convolved + kept.results * heads * r)
+        fp32_bytes = fp32_bytes + job.number_bytes * heads * _beside_gate(job)
+    return fp32_bytes + job.number_bytes * (2 * convolved + kept.results * heads * r)
 
 
 def _beside_gate(job: Job) -> Column:

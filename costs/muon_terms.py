@@ -49,7 +49,10 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
 
 
 def _mixer_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
-    """Return the matrices of a mixer in the place of attention as above."""
+    """Return (number, rows, columns) of the matrices of a mixer that Muon updates.
+
+    mode: --muon-qkv.
+    """
     h, g, a = model.hidden, model.mixer_key_heads, model.mixer_value_heads
     p, r = model.mixer_key_size, model.mixer_value_size
     of_mixer = mixer_matrices(model)

@@ -100,7 +100,7 @@ class DelayedStart:
     """
 
     def __init__(self, begin: Callable[[], Handle], recorder: FlightRecorder):
-        """begin: starts the operation; called once, and it keeps the input alive until then."""
+        """Start nothing yet. begin: starts the operation; it keeps the input alive until then."""
         self._begin = begin
         self._recorder = recorder
         self._place = recorder.place  # the action that has computed the input
@@ -355,7 +355,7 @@ class Group:
         return _Pending(work, lambda: tensor.copy_(host))
 
     def _prefers_one_hop(self, message: int) -> bool:
-        """Whether sending `message` bytes to every other member is faster than gloo's rings."""
+        """Return whether `message` bytes sent to each member are faster than gloo's rings."""
         sent = message * (self.size - 1)  # the bytes that this rank sends to all other members
         return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
 

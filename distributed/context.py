@@ -134,7 +134,7 @@ def await_other_threads(seconds: float) -> None:
 
 
 def _sleeps(thread: Path) -> bool:
-    """Whether a thread sleeps or has ended. thread: its folder in /proc/self/task."""
+    """Return whether a thread sleeps or has ended. thread: its folder in /proc/self/task."""
     with contextlib.suppress(OSError):  # the thread has ended
         # The file is "PID (NAME) STATE ...", and the state S is sleep.
         _, _, fields = (thread / "stat").read_text().rpartition(")")

@@ -246,7 +246,7 @@ class Watched:
     """The rank that this process watches. The rank itself sends `out`, `met` and `outlives`."""
 
     def __init__(self, pid: int) -> None:
-        """pid: process id of the rank."""
+        """Watch the rank whose process has the id `pid` from now on."""
         self.pid = pid
         self.began = time.monotonic()
         self.stopped = 0  # the number of looks in a row in which the rank was stopped

@@ -131,7 +131,7 @@ class Peers(StoreExchange):
     """Exchange of values between all ranks with a time limit, and the names of ranks in errors."""
 
     def __init__(self, context: Context, seconds: float | None = None):
-        """seconds: the time after which a silent rank is considered lost; None: by the ranks."""
+        """Send nothing yet. seconds: limit of an answer; None: by the number of ranks."""
         self.context = context
         if seconds is None:
             seconds = seconds_to_answer(context.size)

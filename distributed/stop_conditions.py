@@ -228,7 +228,7 @@ class StopConditions:
     """One rank's requests to end or save the run; only the first rank looks for files."""
 
     def __init__(self, run: Run, signals: Signals, first: bool):
-        """run: the options of the run. first: whether this is rank 0, which looks for files."""
+        """Request nothing yet. first: whether this is rank 0, which looks for switch files."""
         self.run = run
         self.signals = signals
         self.first = first
@@ -263,7 +263,7 @@ class StopConditions:
         return RequestedAction.SAVE if self._saving else RequestedAction.GO_ON
 
     def wants_stop(self) -> bool:
-        """Whether this rank requests a stop now; asked while the last save waits for disk room."""
+        """Return whether this rank requests a stop while the last save waits for disk room."""
         return self.requested_action() == RequestedAction.SAVE_AND_STOP
 
     def action_after(self, consumed: int) -> RequestedAction:

@@ -83,7 +83,7 @@ class NoAnswer(TimeoutError):
     """`ranks` sent no value within the time limit."""
 
     def __init__(self, ranks: list[int], seconds: float):
-        """ranks: the silent ranks. seconds: the time limit, for the message."""
+        """Make the message. ranks: those that were silent. seconds: the time limit."""
         self.ranks = ranks
         noun = "ranks" if len(ranks) > 1 else "rank"
         names = f"{noun} {', '.join(map(str, ranks))}"
@@ -413,7 +413,7 @@ class TorchrunChannel:
     """
 
     def __init__(self, store: Any, one_node: bool, password: str = "") -> None:
-        """store: torchrun's store. one_node: whether all ranks of the job are on one node.
+        """Share nothing yet. store: torchrun's. one_node: whether all ranks are on one node.
 
         password: what TRINE_SECRET says, or empty; not used on one node.
         """

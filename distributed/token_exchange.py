@@ -141,7 +141,7 @@ class Flight:
     """
 
     def __init__(self, group: Group, received: list[int], sent: list[int]):
-        """received, sent: the numbers of rows from and to each rank of `group`."""
+        """Start nothing yet. received, sent: numbers of rows from and to each rank of `group`."""
         self.group = group
         self.received = received
         self.sent = sent

@@ -52,7 +52,10 @@ class Scorer:
         self.mesh.world.at_once.all_reduce(both, MAX).wait()
         most, least = self.mesh.world.values(both)
         if most != -least:
-            raise CorpusError("--eval-tasks: the files have not the same rows on all nodes")
+            raise CorpusError(
+                "--eval-tasks: the files have other rows on some ranks than on others: copy the "
+                "same files to all nodes, or put them on a shared file system"
+            )
 
     def results(self) -> list[tuple[Task, TaskResult]]:
         """Score all requests; return each task with its result. Collective."""
@@ -112,6 +115,7 @@ class TaskBatches:
         return self._recent(index)
 
     def _make(self, index: int) -> Batch:
+        """Return micro-batch number `index` of this replica, from the packed samples."""
         first = first_of_micro_batch(0, index, self.layout, self.dp_rank)
         samples = [self.packed.arrays(first + i) for i in range(self.layout.micro_batch_size)]
         arrays: dict[str, Any] = {

@@ -333,7 +333,7 @@ class Attention(nn.Module):
             k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
             return attend(q, k, v, mask, Group())
         q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
-        mixed = attend_own_heads(q, k, v, mask, self.mesh, self.recompute)
+        mixed = core_attention(q, k, v, mask, self.mesh, self.recompute)
         return to_tokens(mixed, self.mesh.heads)
 
 
@@ -410,15 +410,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> 
     return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-def attend_own_heads(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, mesh: Mesh, runs_again: bool
+def core_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, mesh: Mesh, recomputed: bool
 ) -> Tensor:
-    """Return `attend` of a rank's heads, for all tokens with which it has them: (s', b, a' d).
+    """Return `attend` in training: softmax(q k^T / sqrt(d)) v of this rank's heads, (s, b, a d).
 
-    q: (s, b, a, d). k, v: (s, b, g, d). With --cp over heads: s' = n s and a' = a / n for the n
-    ranks of mesh.heads. runs_again: whether the backward pass computes it again.
+    q: (s, b, a, d). k, v: (s, b, g, d). With --cp the n ranks of mesh.heads have exchanged tokens
+    for heads before: then s is n times a rank's tokens, and a and g are its heads / n. recomputed:
+    whether the backward pass computes it again (--recompute selective).
     """
-    if runs_again and torch.is_grad_enabled():
+    if recomputed and torch.is_grad_enabled():
         return recompute(attend, q, k, v, mask, mesh.kv)
     return attend(q, k, v, mask, mesh.kv)
 
@@ -463,7 +464,10 @@ class QueryKeyNorm(nn.Module):
         self.k = weight("k", model.kv_heads)
 
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """Return the normalised q and k, in their shapes (s, b, heads, d)."""
+        """Return the normalised q and k, in their shapes (s, b, heads, d).
+
+        With qk_norm full the mean square is over the heads of all tp ranks.
+        """
         pairs: list[tuple[Tensor, Tensor]] = [(q, self.q), (k, self.k)]
         if not self.full or self.tp.size == 1:  # each head by itself, or all on this rank
             norm = rms_norm_plus_one if self.plus_one else _rms_norm

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from architecture.shape import ModelShape
 from distributed.collectives import Group, spread_to_tp
 from distributed.context_parallel import exchange_heads, gather_tokens, to_tokens
-from layers.attention import KeyValueCache, attend, attend_own_heads, rotate
+from layers.attention import KeyValueCache, attend, core_attention, rotate
 from layers.attention_masks import Mask
 from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, linear, linear_by_part
 
@@ -176,7 +176,7 @@ class LatentAttention(nn.Module):
             kv = linear_by_part(latent, self.kv_b.weight, ranks, self.factory)
             q = exchange_heads(_queries(q, rotary, sizes), ranks)
             q, k, v = self._joined(q, kv, k_turned, sizes)
-        mixed = attend_own_heads(q, k, v, mask, self.mesh, self.recompute)
+        mixed = core_attention(q, k, v, mask, self.mesh, self.recompute)
         if v.shape[-1] != self.value:  # without the columns of padding
             mixed = mixed.unflatten(-1, (-1, v.shape[-1]))[..., : self.value].flatten(2)
         return self.out(to_tokens(mixed, ranks))

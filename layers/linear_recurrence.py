@@ -69,8 +69,8 @@ class Chunks(NamedTuple):
     scores: Tensor
 
 
-class Seen(NamedTuple):
-    """Which tokens of its chunk a token sees.
+class ChunkMasks(NamedTuple):
+    """Which tokens of its chunk a token sees, by causality and documents.
 
     earlier: whether token i sees token j, (n, b, 1, C, C), or without documents (C, C). enters:
     whether token i sees the state before the chunk, as 1 or 0, (n, b, 1, C) or (C,).
@@ -127,14 +127,14 @@ def _chunks(
     """Return what each chunk does; the arguments are those of `linear_recurrence`."""
     size = min(CHUNK, len(v))
     shared = v.shape[2] // k.shape[2]
-    seen = _seen(offsets, size, v)
+    masks = _chunk_masks(offsets, size, v)
     v, decay = (_by_chunks(x, size) for x in (v, decay))  # n b a C r, n b a C c
     q, k = (_by_chunks(x, size) for x in (q, k))  # n b g C p
-    since = _sums(decay, seen.earlier).exp() * seen.enters[..., None]  # e, n b a C c
+    since = _sums(decay, masks.earlier).exp() * masks.enters[..., None]  # e, n b a C c
     products: tuple[Tensor, ...] = (q,) if strength is None else (q, k)
-    scores, *system = _decayed(products, k, decay, seen.earlier, shared)
+    scores, *system = _decayed(products, k, decay, masks.earlier, shared)
     q, k = (_repeated(x, shared) for x in (q, k))
-    keys = k * _until_last(decay, seen.earlier)
+    keys = k * _until_last(decay, masks.earlier)
     writes, reads = v, None
     if strength is not None:
         beta = _by_chunks(strength[..., None], size)  # n b a C 1
@@ -150,19 +150,23 @@ def _chunks(
     return Chunks(writes.flatten(1, 2), reads, *parts)
 
 
-def _seen(offsets: Tensor | None, size: int, like: Tensor) -> Seen:
-    """Return which tokens each token of a chunk sees. offsets: (s, b) or None."""
-    place = torch.arange(size, device=like.device)
-    distance = place[:, None] - place
+def _chunk_masks(offsets: Tensor | None, size: int, like: Tensor) -> ChunkMasks:
+    """Return the causal masks of all chunks of `size` tokens, within documents.
+
+    offsets: the number of tokens of its document before each token, (s, b); None: one document.
+    like: a tensor with the device and the type of the result.
+    """
+    position = torch.arange(size, device=like.device)
+    distance = position[:, None] - position
     if offsets is None:
-        return Seen(distance >= 0, torch.ones(size, dtype=like.dtype, device=like.device))
-    more = -len(offsets) % size
-    if more:  # the tokens that fill the last chunk go on with its document, and change nothing
-        further = offsets[-1] + torch.arange(1, more + 1, device=offsets.device)[:, None]
-        offsets = torch.cat([offsets, further])
+        return ChunkMasks(distance >= 0, torch.ones(size, dtype=like.dtype, device=like.device))
+    padding = -len(offsets) % size
+    if padding:  # the tokens that fill the last chunk go on with its document, and change nothing
+        padded = offsets[-1] + torch.arange(1, padding + 1, device=offsets.device)[:, None]
+        offsets = torch.cat([offsets, padded])
     offsets = offsets.unflatten(0, (-1, size)).transpose(1, 2)[:, :, None]  # n b 1 C
     earlier = (distance >= 0) & (distance <= offsets[..., None])
-    return Seen(earlier, (offsets > place).to(like.dtype))
+    return ChunkMasks(earlier, (offsets > position).to(like.dtype))
 
 
 def _by_chunks(x: Tensor, size: int) -> Tensor:
@@ -182,7 +186,7 @@ def _repeated(x: Tensor, times: int) -> Tensor:
 def _sums(decay: Tensor, earlier: Tensor) -> Tensor:
     """Return of each token the sum of its decays and of those before it that it sees.
 
-    decay: (n, b, a, C, c). earlier: see Seen.
+    decay: (n, b, a, C, c). earlier: see ChunkMasks.
     """
     if earlier.dim() == 2:
         return decay.cumsum(-2)

@@ -53,7 +53,7 @@ class MixerInputs:
     """Makes masks and rotary tables of a stage's blocks, some of which have a mixer."""
 
     def __init__(self, factory: ParamFactory, attention: Any, mixers: Sequence[tuple[str, ...]]):
-        """attention: makes those of the blocks with attention; None if there are none.
+        """Keep what makes the inputs. attention: of blocks with attention; None: there are none.
 
         mixers: what mixes the tokens in each block of the stage (ModelShape.mixers_of).
         """

@@ -127,7 +127,7 @@ class RecurrentMixer(nn.Module):
         return self.out(to_tokens(mixed, self.ranks) if self.exchanges else mixed)
 
     def _mix(self, inputs: Inputs, weights: MixerWeights, offsets: Tensor | None) -> Tensor:
-        """Return the results of the heads, (s, b, columns)."""
+        """Return the results of this rank's heads, (s, b, columns), with cp over its segments."""
         ranks = Group() if self.exchanges else self.ranks
         inputs = tuple(to_segments(u, ranks) for u in inputs)
         channels = self.conv_inputs(inputs)

@@ -220,6 +220,7 @@ def _show_as_drawn(module: nn.Module) -> None:
             drawn[name] = (p.spec, p.drawn_shape)
 
     def show(module: nn.Module, inputs: Any) -> None:
+        """Set the views of the gathered tensors, before the module's forward pass."""
         for name, (spec, shape) in drawn.items():
             view: Any = getattr(module, name).view(shape)
             view.spec = spec

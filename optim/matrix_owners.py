@@ -151,7 +151,10 @@ class MatrixOwners:
         self._rounds = [self._round(numbers) for numbers in rounds]
 
     def _round(self, numbers: list[int]) -> _Round:
-        """Return the round of these matrices."""
+        """Return what this rank sends and gets so that owners update these matrices.
+
+        numbers: of the matrices of the round. Counts of elements are by rank of the group.
+        """
         here = self.group.rank
         ranks = range(self.group.size)
         of_owner: list[list[int]] = [[] for _ in ranks]
@@ -264,7 +267,7 @@ class MatrixOwners:
         return (section.sharded or same_replica) and (spec.dim is not None or same_tensor_rank)
 
     def _held(self, placed: Placed, rank: int) -> Box:
-        """Return which indices of the global tensor a rank holds, perhaps none."""
+        """Return the box of the global tensor that a rank's shard over tp holds; may be empty."""
         spec = placed.spec
         tensor_rank = rank % self.tensor_ranks
         if spec.rows is not None:
@@ -334,7 +337,7 @@ class MatrixOwners:
         return whole
 
     def _divided(self, n: int, whole: Tensor) -> list[Tensor]:
-        """Return each rank's run of matrix n, flat. whole: the matrix."""
+        """Return for each rank of the group its elements of matrix n, flat. whole: the matrix."""
         box = self.matrices[n].box
         view = whole.view([stop - start for start, stop in box])
         flats = [  # what each tensor rank has

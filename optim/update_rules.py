@@ -312,6 +312,7 @@ def _fused_adam() -> Callable[..., Any]:
         raise PackageError(f"{needs}{error}") from None
 
     def make(masters: list[Tensor], **options: Any) -> Any:
+        """Return a FusedAdam of the masters; UserError without a GPU or apex's extensions."""
         try:
             return FusedAdam(masters, adam_w_mode=True, **options)
         except (RuntimeError, AssertionError) as error:  # no driver, or a build without CUDA

@@ -66,7 +66,7 @@ class PipelineGraph:
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     def has(self, kind: str) -> bool:
-        """Whether the schedule has actions of a kind; then every rank does such actions.
+        """Return whether the schedule has actions of a kind; then every rank does such actions.
 
         `Schedule` and `Numbered`, which know the kinds, define this method.
         """
@@ -123,7 +123,7 @@ class Numbered(PipelineGraph):
     ranks: list[list[int]]
 
     def has(self, kind: str) -> bool:
-        """Whether the schedule has actions of a kind; then every rank does such actions."""
+        """Return whether the schedule has actions of a kind; then every rank does such actions."""
         return kind in self.kinds
 
     @property

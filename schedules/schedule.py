@@ -54,7 +54,7 @@ class Schedule(PipelineGraph):
         return "".join(kind for kind in "FBW" if kind in kinds)
 
     def has(self, kind: str) -> bool:
-        """Whether the schedule has actions of a kind; then every rank does such actions."""
+        """Return whether the schedule has actions of a kind; then every rank does such actions."""
         return kind in self.kinds
 
     # ---- When messages are started ------------------------------------------------------------

@@ -116,9 +116,9 @@ class ExpectedCurve(Observer):
     """Says in the log, and in expected.jsonl, when the loss leaves the band or comes back."""
 
     def __init__(self, path: str, out: str, log: Log):
-        """path: the value of --expect. out: the run's folder. log: its rank reads and writes.
+        """Read the curve of --expect, the file `path`, on the rank that writes the log.
 
-        Raise UserError if the file has no curve.
+        out: the run's folder. Raise UserError if the file has no curve.
         """
         self.curve = read(path) if log.is_writer else None
         self.log = log
@@ -127,7 +127,7 @@ class ExpectedCurve(Observer):
         self.is_outside = False
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Compare the mean of the last steps with the band."""
+        """Note when the mean loss of the last SMOOTH steps leaves the band, or comes back."""
         if self.curve is None or not math.isfinite(result.loss):
             return
         self.recent.append(result.loss)

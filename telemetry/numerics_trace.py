@@ -151,7 +151,7 @@ class NumericsTrace(Observer):
         self.observing.enter_context(self._observing(self.real, step))
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Sketch the new state after a traced step, and write its file; collective."""
+        """Sketch gradients, state and new weights of a traced step, and write them; collective."""
         if self.observing is None:
             return
         self.factory.mesh.recorder.enter("trace numerics")

@@ -53,8 +53,9 @@ class ReplicaCheck(Observer):
     """Compares the replicas after every --check-replicas-every steps and after the last one."""
 
     def __init__(self, every: int, checkpoints: Checkpointer):
-        """every: the interval in steps. checkpoints: does the check, which each save begins with,
-        once after a step.
+        """Check nothing yet. every: the interval in steps.
+
+        checkpoints: does the check, with which each save begins, at most once after a step.
         """
         self.every = every
         self.checkpoints = checkpoints

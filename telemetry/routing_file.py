@@ -35,6 +35,8 @@ from parallel import ParamFactory
 
 PRIME = 65_521  # the largest prime below 2**16, so that a checksum fits an element
 BASE = 40_503  # of the polynomial of a checksum
+# What to do about a damaged file.
+RECORD_AGAIN = "make the file again by a run with --record-routing"
 
 
 class RoutingFile:
@@ -239,21 +241,24 @@ class BlockRouting:
             experts = elements[:, : file.k] - 1
             if (experts < 0).any():
                 last = first_sample + samples - 1
-                raise FileError(f"--pin-routing {file.path} has no experts for sample {last}")
+                raise FileError(
+                    f"--pin-routing {file.path} has no experts for a sample from {first_sample} "
+                    f"to {last}: the run that wrote it did not train on that; record a longer run"
+                )
             if elements.shape[1] > file.k:
                 right = checksums(elements[:, : file.k], *place)
                 if (wrong := elements[:, file.k] != right).any():
                     damaged = first_sample + int(sample_of_token[wrong][0])
                     raise FileError(
                         f"--pin-routing {file.path} is damaged: the experts of sample {damaged} in "
-                        f"block {self.block} do not have their checksum"
+                        f"block {self.block} do not have their checksum; {RECORD_AGAIN}"
                     )
             # The k experts of a token are different, and ascend.
             if (np.diff(experts, axis=-1) <= 0).any():
                 last = first_sample + samples - 1
                 raise FileError(
-                    f"--pin-routing {file.path} is damaged: the experts of a token up to sample "
-                    f"{last} in block {self.block} do not ascend"
+                    f"--pin-routing {file.path} is damaged: the experts of a token in samples "
+                    f"{first_sample} to {last}, block {self.block}, do not ascend; {RECORD_AGAIN}"
                 )
             if (experts >= file.experts).any():
                 numbers = f"expert {experts.max()}, but this run has experts({file.experts})"

@@ -15,7 +15,7 @@ class Saving(Observer):
     """
 
     def __init__(self, checkpoints: Checkpointer, conditions: StopConditions):
-        """conditions: they are told when a save that they requested is complete."""
+        """Save nothing yet. conditions: are told when a save that they requested is complete."""
         self.checkpoints = checkpoints
         self.conditions = conditions
         self.requested = False  # whether a save was requested and has not begun

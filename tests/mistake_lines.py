@@ -57,7 +57,7 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --sample-every 2 --sample-prompt '' | no value, after '--sample-prompt': is a variable not set?
 --sample-every 2 --sample-prompt text | --sample-prompt 'text': no tokenizer was found beside
 --sample-every 2 --sample-prompt 1,x | --sample-prompt '1,x': no tokenizer was found beside
---sample-every 2 --sample-prompt 100 | --sample-prompt: 100 is not below vocab-size(100)
+--sample-every 2 --sample-prompt 100 | --sample-prompt: token id 100 is not below vocab-size(100)
 --sample-every 2 --sample-prompt '1 2 3 4 5 6 7 8 9 1 2 3 4 5 6 7' | --sample-prompt has 16 tokens:
 --model gpt9 | no preset is called 'gpt9'
 --model '' | no value, after '--model': is a variable not set?

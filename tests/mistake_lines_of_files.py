@@ -21,7 +21,7 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt text | --prompt 'text': no tokenizer was found beside the checkpoint or the corpus
 --prompt '' | no value, after '--prompt': is a variable not set?
 --prompt | --prompt: expected one argument
---prompt '1, 61' | --prompt: 61 is not below vocab-size(61)
+--prompt '1, 61' | --prompt: token id 61 is not below vocab-size(61)
 --prompt '1 -2' | --prompt '1 -2': no tokenizer was found beside the checkpoint or the corpus
 --prompt 1 --eval-data a=b | --eval-data, --eval-tasks; --prompt and --eval-data were given
 --eval-data a=b --seed 5 | --seed goes with --prompt or --chat, not --eval-data

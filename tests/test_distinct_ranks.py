@@ -61,7 +61,7 @@ def rehearsed(config, does: dict) -> RunTraces:
     for rank in rehearsal.chosen(config):
         events = [Event("all_reduce", role, 1, 4, "float32", "SUM") for role in rows]
         own[rank] = events if does[rank] else []
-    return RunTraces(rows, [own[other] for other in rehearsal.taken_as(config, list(own))])
+    return RunTraces(rows, [own[other] for other in rehearsal.represented_by(config, list(own))])
 
 
 @pytest.mark.parametrize("axes", list(combinations_with_replacement(AXES, 2)))
@@ -86,7 +86,7 @@ def test_ranks_of_experts_that_exchange_with_the_first_are_run():
     assert {0, 3, 4, 7} <= set(rehearsal.chosen(config, nodes=6))
     # Nodes of 6: the groups are on (6, 2), (4, 4) and (2, 6) ranks of two nodes.
     ran = rehearsal.chosen(config, nodes=4)
-    taken = rehearsal.taken_as(config, ran, nodes=4)
+    taken = rehearsal.represented_by(config, ran, nodes=4)
     assert {taken[rank] // 8 for rank in range(8, 16)} == {1}
     assert {taken[rank] // 8 for rank in (*range(8), *range(16, 24))} <= {0, 2}
 

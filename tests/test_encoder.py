@@ -140,7 +140,7 @@ def test_ends_and_mistakes(tmp_path):
     about = tmp_path / "c.tokenizer_config.json"
     facts = json.loads(about.read_text())
     for documents_note, message in (
-        (7, "documents has no begin and end that are tokens"),
+        (7, "documents is 7, without `begin`, a list of tokens"),
         (
             {"begin": ["<gone>"], "end": EOS},
             "has no token '<gone>', with which its documents begin",

@@ -41,11 +41,11 @@ def test_the_options_but_for_the_layout_stay(tmp_path):
     assert best.reason.endswith(
         "; rehearsed: all operations of the ranks that were run match, and it fits"
     )
-    before, after = parse(words.split()), parse(found.words(best.flags))
+    before, after = parse(words.split()), parse(found.options_with(best.flags))
     assert replace(before, layout=Layout()) == replace(after, layout=Layout())
     assert after.layout.tp * after.layout.pp in (1, 2, 4)
     assert (after.layout.partition, after.layout.dp) == ("balanced", None)
-    started = found.command.on(["n0", "n2"], found.words(best.flags))
+    started = found.command.on(["n0", "n2"], found.options_with(best.flags))
     assert started[:5] == ["srun", "--nodes=2", "--ntasks=4", "--nodelist=n0,n2", "--overlap"]
     assert started[5:7] == ["python", "train.py"]
     assert parse(started[7:]) == after
@@ -55,7 +55,7 @@ def test_what_the_planner_does_not_choose_stays_as_given(monkeypatch):
     monkeypatch.setattr(Fewer, "_rehearse", lambda self, found: (True, "not asked"))
     words = f"{SHAPE} {TRAINED} --schedule gpipe --pp 3 --set pad_vocab_multiple=64"
     found = asked(words)
-    layout = parse(found.words(found.best(2).flags)).layout
+    layout = parse(found.options_with(found.best(2).flags)).layout
     assert (layout.schedule, layout.pad_vocab_multiple) == ("gpipe", 64)
 
 
@@ -112,7 +112,7 @@ def test_of_7_nodes_those_are_used_that_divide_the_batch(monkeypatch):
     found = asked(words, 8, 8, "a100-80", max_slowdown=2)
     best = found.best(7)
     assert best.nodes < 7
-    layout = parse(found.words(best.flags)).layout
+    layout = parse(found.options_with(best.flags)).layout
     assert 768 * layout.tp * layout.pp % (8 * best.nodes) == 0
 
 

@@ -374,7 +374,7 @@ def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
             "--prompt",
             "a text",
         ): "the corpus: give --tokenizer FILE, or token ids such as '17 4 250'",
-        ("--prompt", "1 131"): "--prompt: 131 is not below vocab-size(131)",
+        ("--prompt", "1 131"): "--prompt: token id 131 is not below vocab-size(131)",
         (
             *long,
             "--tp",

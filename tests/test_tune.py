@@ -209,7 +209,7 @@ def test_models_are_tried_by_name_or_by_shape_and_each_trial_says_its_own(tmp_pa
     fastest = min(asked.wanted.values(), key=lambda candidate: candidate.prediction.seconds)
     command = asked.command(fastest)
     assert command[command.index("--layers") + 1] == "2"
-    with pytest.raises(UserError, match=r"--try model=A,B names models, once"):
+    with pytest.raises(UserError, match=r"--try model=A,B takes one list of models"):
         new_session(tmp_path, "--try", "model=a", "--try", "model=b")
     with pytest.raises(UserError, match="no preset is called 'gpt9'"):
         new_session(tmp_path, "--try", "model=gpt9")

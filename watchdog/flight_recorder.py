@@ -157,7 +157,7 @@ class StreamWaits:
     """The waits of the device's stream over NCCL, where a wait does not make the host wait."""
 
     def __init__(self, new_event: Callable[[], Any]):
-        """new_event: makes a CUDA event without a time stamp."""
+        """Record nothing yet. new_event: makes a CUDA event without a time stamp."""
         self.new_event = new_event
         # The last operations for which the stream was made to wait, each with the CUDA event that
         # was recorded behind the wait: if the event is done, the stream has passed the wait.
@@ -244,7 +244,7 @@ class FlightRecorder:
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None):
-        """new_event: makes a CUDA event, over NCCL; None over gloo. A rank makes one recorder."""
+        """Begin at the action start; a rank makes one recorder. new_event: see the class."""
         # The last records: operations, and actions with the times at which they began.
         self.ring: deque[Operation | tuple[Place, float]] = deque(maxlen=RING)
         self.group_logs: dict[tuple[str, tuple[int, ...]], GroupLog] = {}  # by (role, ranks)

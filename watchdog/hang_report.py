@@ -236,7 +236,7 @@ def format_report(case: JobFailure, ranks: Ranks, out: str) -> str:
 
 
 def _headline(case: JobFailure, ranks: Ranks) -> str:
-    """Return the first sentence of a report: the kind of case and its ranks."""
+    """Return the first sentence of a report: what happened, and on which ranks."""
     if case.kind == "missing":
         return (
             f"ranks {_ranges(case.missing)} of {case.size} did not connect to the watchdog in "

@@ -305,7 +305,7 @@ class Monitor:
     # -- the decision -----------------------------------------------------------------------
 
     def _find_case(self, now: float) -> JobFailure | None:
-        """Return the case for which the job must end, or None."""
+        """Return the failure that ends the job: death, error, missing ranks or hang; or None."""
         if self.dead:  # asked first, because a death may make other ranks fail or hang
             return JobFailure("dead", self.job.size, first=self.dead[0])
         if self.failures:
@@ -426,6 +426,7 @@ def report(case: JobFailure, ranks: Ranks, out: str) -> None:
     text = hang_report.format_report(case, ranks, out)
 
     def write() -> None:
+        """Write the report's files; a disk that cannot be written is reported, not raised."""
         try:
             hang_report.write_files(f"{out}/hang", case.to_dict(), ranks, text)
         except OSError as error:

@@ -128,7 +128,10 @@ def _dependence(config: Config, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_findings(state: trainer.TrainState, splits: data.Splits) -> Iterator[str]:
-    """Yield a sentence if gradients are not the derivatives of the loss."""
+    """Yield a sentence if gradients are not the derivatives of the loss.
+
+    A derivative is the difference of the losses with weights moved to both sides.
+    """
     gradients: dict[str, Tensor] = {}
 
     def keep() -> None:
@@ -167,7 +170,7 @@ def _key(shard: Any) -> str:
 
 
 def _differs(found: float, expected: list[float]) -> bool:
-    """Whether a derivative by gradients is not that by losses, which must agree for both steps."""
+    """Return whether a derivative by gradients is not that by losses, for both step sizes."""
     largest = max(map(abs, expected))
     if not largest or abs(expected[0] - expected[1]) > CLOSE * largest:
         return False
@@ -204,7 +207,10 @@ def _derivatives(
 
 
 def _moved(state: trainer.TrainState, move: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
-    """Return what `run` gives with moved weights; they come back bit for bit."""
+    """Return what `run` gives with `move` added to weights, which are restored bit for bit.
+
+    move: by the key of a shard.
+    """
     optimizer = state.optimizer
     shards = [shard for shard in optimizer.owned() if _key(shard) in move]
     kept = [shard.read("weights", shard.start, shard.stop).clone() for shard in shards]

@@ -50,7 +50,7 @@ class Measured:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """busbw over algbw, for an operation of OPERATIONS."""
+    """Return the factor from algbw to busbw of an operation of OPERATIONS."""
     share = (ranks - 1) / ranks
     return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "p2p": 1.0}[
         operation
@@ -63,10 +63,10 @@ def hops(operation: str, ranks: int) -> int:
 
 
 def fit(rows: list[Measured]) -> tuple[float, float]:
-    """alpha (seconds a message) and beta (bytes/s) of rows of one operation on one kind of group.
+    """Return alpha (seconds a message) and beta (bytes/s), fitted to rows of one operation.
 
-    Least squares of relative errors of t = hops alpha + factor S / beta; neither is negative. With
-    a single size alpha is taken as 0.
+    rows: of one kind of group, in several sizes. By least squares of the relative errors of
+    t = hops alpha + factor S / beta; neither is negative. With a single size alpha is taken as 0.
     """
     first = rows[0]
     count, factor = hops(first.operation, first.ranks), bus_factor(first.operation, first.ranks)
@@ -84,7 +84,7 @@ def fit(rows: list[Measured]) -> tuple[float, float]:
 
 
 def by_series(rows: list[Measured]) -> dict[tuple, list[Measured]]:
-    """Rows that differ in size only, by (group, together, operation)."""
+    """Return the rows by (group, together, operation): each list differs in size only."""
     found: dict[tuple, list[Measured]] = {}
     for row in rows:
         found.setdefault((row.group, row.together, row.operation), []).append(row)
@@ -92,7 +92,7 @@ def by_series(rows: list[Measured]) -> dict[tuple, list[Measured]]:
 
 
 def calibration(rows: list[Measured], per_node: int, nodes: int) -> dict[str, dict[str, float]]:
-    """The [nvlink] and [network] entries for hardware.calibrate, as far as they were measured.
+    """Return the measured ones of the [nvlink] and [network] entries for hardware.calibrate.
 
     nvlink: from all-reduces within a node, the tensor groups' if there are any, all at once.
     network: from groups across nodes; `beta` is then of a node, all its groups together.
@@ -115,7 +115,7 @@ def calibration(rows: list[Measured], per_node: int, nodes: int) -> dict[str, di
 
 
 def calibration_text(device: str, entries: dict) -> str:
-    """The TOML file that `plan.py --calibration` and `tune.py --calibration` take."""
+    """Return the TOML file that `plan.py --calibration` and `tune.py --calibration` take."""
     lines = [f'device = "{device}"']
     lines += [f"{k} = {_number(v)}" for k, v in entries.items() if not isinstance(v, dict)]
     for name, table in entries.items():
@@ -134,8 +134,10 @@ def _number(value: float) -> str:
 
 
 def columns(row: Measured, line_rate: float | None) -> dict[str, object]:
-    """The columns of a row; `line_rate` in bit/s of a node, None if not known. Only groups that
-    cross nodes are compared with it.
+    """Return the columns of a row of the table, by name; those with a unit have it in their name.
+
+    line_rate: of a node's network, in bit/s; None: not known. Only groups that cross nodes are
+    compared with it.
     """
     low, high = np.quantile(row.seconds, (0.1, 0.9))
     found: dict[str, object] = {
@@ -160,13 +162,13 @@ def columns(row: Measured, line_rate: float | None) -> dict[str, object]:
 
 
 def line(row: dict[str, object]) -> str:
-    """The columns of a row, or their names, as a line of the printed table."""
+    """Return the columns of a row, or their names, as a line of the printed table."""
     shown = {name: value for name, value in row.items() if name not in ("together", "groups")}
     return " ".join(f"{value!s:>{max(11, len(name))}}" for name, value in shown.items())
 
 
 def size_text(size: int) -> str:
-    """A size as text, such as 32 KiB."""
+    """Return a size as text, such as 32 KiB."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size} {unit}"
@@ -175,7 +177,7 @@ def size_text(size: int) -> str:
 
 
 def slow_links(pairs: dict[tuple[str, str], float]) -> list[str]:
-    """Sentences on the pairs whose bytes/s are well below the median, slowest first."""
+    """Return sentences on the pairs whose bytes/s are well below the median, slowest first."""
     if not pairs:
         return []
     middle = statistics.median(pairs.values())
@@ -200,7 +202,7 @@ def write_csv(rows: list[dict[str, object]], path: Path) -> None:
 
 
 def line_rate(root: Path = Path("/sys/class")) -> tuple[float, str] | None:
-    """Bits per second of all of a node's adapters, and the source of that; None if unknown.
+    """Return the bit/s of all network adapters of this node, and where that was read; or None.
 
     InfiniBand and Omni-Path ports if there are any, else the fastest network card that is up.
     """

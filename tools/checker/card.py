@@ -97,7 +97,10 @@ def killed_result(folder: Path, victim: int, statuses: list[int | None]) -> dict
 
 
 def resumed_result(folder: Path, layout: list[str]) -> dict[str, Any]:
-    """Return how far losses are from those of the run that was not killed."""
+    """Return the part of the page on the resumed run, compared with the run that was not killed.
+
+    folder: has both runs. off: the largest difference of losses, as a share of the loss.
+    """
     straight = _losses(folder / "straight" / "metrics.jsonl")
     resumed = _losses(folder / "killed" / "metrics.jsonl")
     off = max(abs(resumed[step] - straight[step]) / straight[step] for step in resumed)
@@ -209,7 +212,10 @@ def page(card: dict[str, Any]) -> Iterator[str]:
 
 
 def _network(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of bandwidths."""
+    """Yield the lines of card.md on bandwidths: a table of collectives, and the slow pairs.
+
+    found: the result of the part network.
+    """
     rate = found["line_rate"]
     known = f"{rate['bits_per_second'] / 1e9:g} Gbit/s ({rate['source']})" if rate else "not known"
     yield f"Line rate of a node: {known}. busbw is the rate of one link in one direction."

@@ -100,7 +100,7 @@ def operations(reference: Reference, key: Key, layout: AnyLayout) -> str:
 
 
 def _of_program(key: Key, layout: ProgramLayout) -> str:
-    """Return what computes a tensor of a program whose modules are not known."""
+    """Return what computes a tensor of another program, by words.toml."""
     step, kind, name = key
     words = WORDS["program"]
     what = name if kind == "number" else kind
@@ -143,7 +143,7 @@ def _backward(reference: Reference, key: Key, layout: Layout) -> str:
 
 
 def _is_column(key: Key) -> bool:
-    """Whether a tensor is computed by a matrix whose rows tp splits, from a whole input."""
+    """Return whether a tensor is computed by a matrix whose rows tp splits, from a whole input."""
     _, kind, name = key
     return kind == "output" and bool(re.search(r"\.(qkv|up|kv_b|q)$|^head$|norms\.\d$", name))
 
@@ -157,7 +157,7 @@ def _after(reference: Reference, key: Key) -> Key:
 
 
 def _forward(reference: Reference, key: Key) -> str:
-    """Return the entry of FORWARD for a tensor of the forward pass."""
+    """Return the operations that compute a tensor of the forward pass, by words.toml."""
     step, kind, name = without_call(key)
     text = f"{kind} {name}"
     if name.endswith(".mlp") and (step, "output", f"{name}.router.weights") in reference.tensors:
@@ -201,15 +201,20 @@ def explanations(reference: Reference, difference: Difference, layout: AnyLayout
 
 
 def _scale(reference: Reference, key: Key) -> float:
+    """Return the size of a tensor of one rank, by which differences are divided; never 0."""
     return max(reference.scales[key], 1e-300)
 
 
 def _fits(values: np.ndarray, expected: np.ndarray, scale: float) -> bool:
+    """Return whether all values are as expected, up to CLOSE times `scale`."""
     return values.shape == expected.shape and bool(np.abs(values - expected).max() <= CLOSE * scale)
 
 
 def _missing_sums(reference: Reference, difference: Difference, layout: AnyLayout) -> Iterator[str]:
-    """The ranks along an axis hold terms of the sum, or the sum counts something several times."""
+    """Yield a sentence if the values of the ranks along an axis add up to one rank's values.
+
+    Then a sum over the axis is missing. Beside the sum a vector that all tokens share may be there.
+    """
     for axis, size in axes_of(layout).items():
         groups = groups_along(difference.parts, axis)
         sums = [(np.sum([p.piece.values for p in g], 0), g[0].expected) for g in groups]
@@ -228,7 +233,7 @@ def _missing_sums(reference: Reference, difference: Difference, layout: AnyLayou
 def _missing_before(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
-    """What a module before returned are terms of a sum, which the first tensor is without."""
+    """Yield a sentence if ranks hold terms of an earlier module's output, and nothing sums them."""
     place = reference.order.index(difference.key)
     last = difference.last_equal
     begin = reference.order.index(last) if last is not None else 0
@@ -243,7 +248,7 @@ def _missing_before(
 def _wrong_factors(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
-    """All values are one rank's times a number."""
+    """Yield a sentence if all values are one rank's times the same factor, such as tp or 1/tp."""
     values = np.concatenate([p.piece.values.ravel() for p in difference.wrong]).astype(float)
     expected = np.concatenate([p.expected.ravel() for p in difference.wrong]).astype(float)
     square = float(expected @ expected)
@@ -281,7 +286,7 @@ def _wrong_factors(
 
 
 def _own_factors(difference: Difference) -> Iterator[str]:
-    """Each rank's gradients are one rank's times a number of its own."""
+    """Yield a sentence if each rank's gradient is one rank's times a factor of its own."""
     if difference.key[1] != GRADIENT:
         return
     factors = []
@@ -304,7 +309,7 @@ def _own_factors(difference: Difference) -> Iterator[str]:
 def _counted_again(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
-    """The loss is too high by the logarithm of an axis: its softmax sums all of it again."""
+    """Yield a sentence if the loss is too high by ln(tp), or of another axis."""
     if difference.key[1:] != ("number", "loss"):
         return
     off = float(np.mean([(p.piece.values - p.expected).mean() for p in difference.wrong]))
@@ -317,9 +322,9 @@ def _counted_again(
 
 
 def _stale_steps(reference: Reference, difference: Difference, layout: AnyLayout) -> Iterator[str]:
-    """The values are those of the step before, or have them in them.
+    """Yield a sentence if the values are those of the step before, or contain a share of them.
 
-    Weights always have, and an update that decays them otherwise is off by a share of them.
+    So a stale buffer, a gradient that was not cleared and a wrong weight decay are found.
     """
     step, kind, name = difference.key
     before = reference.tensors.get((step - 1, kind, name))
@@ -350,7 +355,7 @@ def _stale_steps(reference: Reference, difference: Difference, layout: AnyLayout
 
 
 def _at(whole: np.ndarray, part: TensorPart) -> Any:
-    """Return what a tensor has in the place of a part; None if the part is cut."""
+    """Return the elements of a whole tensor at a part's place; None if that is not known."""
     place = part.piece.place
     if part.piece.is_parameter:
         return whole[place[0]]
@@ -361,7 +366,7 @@ def _at(whole: np.ndarray, part: TensorPart) -> Any:
 
 
 def _is_vector(off: np.ndarray, scale: float) -> bool:
-    """Whether a difference (s, b, ...) is the same vector for every token."""
+    """Return whether a difference (s, b, ...) is the same vector for every token."""
     if off.ndim < 3:
         return False
     return bool(np.abs(off - off[:1, :1]).max() <= CLOSE * scale * 1e-2)
@@ -370,7 +375,7 @@ def _is_vector(off: np.ndarray, scale: float) -> bool:
 def _wrong_vectors(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
-    """Every token has the same vector too much: perhaps a bias, several times."""
+    """Yield a sentence if the difference is the same vector for every token, such as a bias."""
     step = difference.key[0]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
     if not wrong or len(wrong) != len(difference.wrong):
@@ -410,7 +415,7 @@ def _nearest(equal: np.ndarray, row: int, sample: int) -> tuple[int, int]:
 def _wrong_elements(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
-    """The tokens' rows are those of other tokens."""
+    """Yield a sentence if tokens have the values of other tokens: a wrong order or sample."""
     whole = reference.tensors[difference.key]
     wrong = [p for p in difference.wrong if not p.piece.is_parameter and not p.piece.paired]
     if not wrong or whole.ndim < 2 or wrong[0].piece.is_found:
@@ -442,7 +447,7 @@ def _wrong_elements(
 def _repeated_terms(
     reference: Reference, difference: Difference, layout: AnyLayout
 ) -> Iterator[str]:
-    """A matrix's gradient is that of some of the tokens: a sum over the others is missing."""
+    """Yield a sentence if a gradient is that of some of the tokens: a sum over ranks is missing."""
     step, kind, name = difference.key
     module, _, last = name.rpartition(".")
     if kind != GRADIENT or last not in ("weight", "bias") or isinstance(layout, ProgramLayout):

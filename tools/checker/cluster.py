@@ -118,11 +118,26 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Namespace:
     """Return the options of check.py --cluster; raise UserError if one is wrong."""
     parser = Parser("check.py --cluster", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cluster", action="store_true", help="this check")
-    parser.add_argument("--out", default="runs/card", help="a folder on a shared file system")
+    parser.add_argument(
+        "--cluster", action="store_true", help="test this launch's nodes, not a config"
+    )
+    parser.add_argument(
+        "--out",
+        default="runs/card",
+        help="folder of results, on a shared file system (default: runs/card)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--gpu", metavar="NAME", help="the planner's machine; default: by device")
-    parser.add_argument("--line-rate", type=float, metavar="GBIT", help="a node's network, Gbit/s")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="machine of plan.py to compare with; default: by the GPU's name",
+    )
+    parser.add_argument(
+        "--line-rate",
+        type=float,
+        metavar="GBIT",
+        help="rate of a node's network in Gbit/s; default: as its adapters report",
+    )
     parser.add_argument("--minutes", type=float, default=20.0, help="time limit (default: 20)")
     parser.add_argument("--parts", help=f"some of {','.join(SHARES)}; default: all")
     given = parser.parse_args(arguments)
@@ -177,7 +192,7 @@ class Agent:
     """One rank of the launch: starts its rank of each part; rank 0 writes the page."""
 
     def __init__(self, context: Any, given: Namespace):
-        """context: of the launch, in which ranks agree through the store."""
+        """Start no part yet. context: of the launch, whose ranks agree through its store."""
         from distributed.store import StoreExchange
 
         self.context = context

@@ -126,10 +126,10 @@ class Reference:
         rounding: Rounding | None = None,
         of_program: bool = False,
     ):
-        """pieces: of a world of one rank. rounding: None if it was not measured.
+        """Put together the tensors of one rank from its pieces. rounding: None: not measured.
 
-        of_program: of one that is not Trine: what its modules return is named only before a result
-        that differs (`differing`).
+        of_program: whether the program is not Trine: then what its modules return is named only
+        before a result that differs (`differing`).
         """
         self.aliases = aliases
         self.of_program = of_program
@@ -263,9 +263,12 @@ def _in_order(keys: list[Key]) -> Callable[[Key], tuple[int, int, int]]:
 
 
 def _whole(pieces: list[Piece]) -> np.ndarray:
-    """Return the tensor that pieces of one rank make up."""
+    """Return the whole tensor of which a run on one rank has recorded these pieces.
+
+    A parameter is flat; an activation is (rows, samples, ...), with NaN where no piece is.
+    """
     first = pieces[0]
-    if first.is_found:
+    if first.is_found:  # calls of a module, whose places are not known: the largest values
         return max((piece.values for piece in pieces), key=_largest)
     if first.is_parameter:
         size = 1 + max((int(p.place[0].max()) for p in pieces if p.place[0].size), default=0)
@@ -384,7 +387,10 @@ class SeenPieces:
 
     @classmethod
     def by(cls, reference: Reference, pieces: list[Piece], tp: int, mesh: Any) -> "SeenPieces":
-        """Compare this rank's pieces; collective over the world. tp: of the layout."""
+        """Compare this rank's pieces with one rank's; keep the parts of the first that differs.
+
+        Collective over all ranks. tp: of the layout. mesh: has this rank's place on each axis.
+        """
         offs: dict[Key, float] = {}
 
         def compare(some: Iterable[Piece]) -> dict[Key, float]:
@@ -420,7 +426,7 @@ class SeenPieces:
 def _parts_here(
     reference: Reference, pieces: list[Piece], key: Key | None, tp: int, mesh: Any
 ) -> Iterator[TensorPart]:
-    """Yield what this rank has of a tensor, beside what one rank has there."""
+    """Yield this rank's parts of tensor `key`, each with the values of one rank at its place."""
     for piece in pieces:
         if piece.key != key:
             continue

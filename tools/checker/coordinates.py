@@ -135,10 +135,13 @@ def _stage(state: trainer.ModelState) -> Any:
 
 
 class Watch:
-    """Keeps what the blocks of a stage add, the residual stream and the logits of a step."""
+    """Keeps what the blocks of a stage add, the residual stream and the logits of a step.
+
+    It is a context manager: within it hooks of the modules keep these tensors.
+    """
 
     def __init__(self, stage: Any):
-        """stage: of the whole model."""
+        """Register nothing yet. stage: the only stage, with the whole model."""
         self.stage = stage
         self.seen: dict[str, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}  # of matrices, (rows, inputs), by the parameter's name
@@ -146,9 +149,13 @@ class Watch:
         self.scores = _Scores()
 
     def __enter__(self) -> "Watch":
-        """Begin to watch the modules."""
+        """Register the hooks that keep the tensors of each forward pass.
+
+        Kept are the embedding's output, what each mixer and MLP adds to the residual stream, the
+        inputs of weight matrices, the stream before the head, the logits and attention's scores.
+        """
         for number, block in enumerate(self.stage.blocks):
-            # In blocks of these kinds what is added comes from norms.
+            # In blocks of these kinds a norm follows the mixer and the MLP: its output is added.
             norm = {"sandwich": "post_norm", "post-norm": "norm"}.get(block.kind)
             for name, mixer in block.mixers():
                 added = getattr(block, f"attention_{norm}") if norm else mixer
@@ -166,13 +173,13 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """Remove the hooks."""
         self.scores.__exit__(None, None, None)
         for hook in self.hooks:
             hook.remove()
 
     def take(self) -> dict[str, Tensor]:
-        """Return what was seen since the last call, by name."""
+        """Return the tensors that were kept since the last call, by name."""
         seen, self.seen = self.seen, {}
         for number, scores in enumerate(self.scores.seen):
             seen[f"{SCORES} ({number})"] = scores
@@ -180,13 +187,18 @@ class Watch:
         return seen
 
     def _watch(self, module: nn.Module, name: str) -> None:
+        """Keep the output of a module from now on, as `name`."""
+
         def keep(module: nn.Module, inputs: Any, result: Tensor) -> None:
             self.seen[name] = result.detach().clone()
 
         self.hooks.append(module.register_forward_hook(keep))
 
     def _watch_inputs(self, module: nn.Module, matrices: list[Any]) -> None:
+        """Keep the input of a module's matrices from now on, (rows, inputs), by parameter."""
+
         def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            """Keep the first input for each matrix that takes inputs of its width."""
             x = inputs[0].detach()
             for p in matrices:
                 if x.shape[-1] == p.spec.shape[-1]:
@@ -195,6 +207,7 @@ class Watch:
         self.hooks.append(module.register_forward_pre_hook(keep))
 
     def _keep_stream(self, head: Any, inputs: tuple[Tensor, Tensor]) -> None:
+        """Keep the residual stream before the head, and the logits computed from it."""
         x = inputs[0].detach()
         self.seen["residual stream"] = x.clone()
         with torch.no_grad():
@@ -211,6 +224,7 @@ class _Scores(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Keep the scores of q and k, and call the function; torch calls this for each function."""
         if function is F.scaled_dot_product_attention:
             q, k = (t.detach() for t in args[:2])
             k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -301,7 +315,11 @@ def _initial(kind: str, values: Tensor, x: Tensor | None) -> float:
 
 
 def _update(kind: str, change: Tensor, x: Tensor | None) -> float:
-    """Return the size of a change: of its product with its inputs x, or its own."""
+    """Return the size of a weight's change, as the head of the file defines it.
+
+    kind: looked up (an embedding), vector, or matrix. x: the matrix's inputs, (rows, inputs), if
+    they are known.
+    """
     if kind == "looked up":
         touched = change.abs().amax(1) > 0
         return _rms(change[touched]) if touched.any() else 0.0

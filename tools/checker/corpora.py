@@ -73,7 +73,10 @@ def write_corpora(small: Config) -> None:
 
 
 def _write(prefix: str, vocabulary: int, end: int, seed: int) -> None:
-    """Write a corpus of random documents, and which of its tokens are answers."""
+    """Write a corpus of random documents, and marks of random tokens as answers.
+
+    vocabulary: the number of token ids. end: the id that ends each document.
+    """
     import numpy as np
 
     from corpora.token_files import ANSWERS, IndexedDatasetWriter

@@ -135,7 +135,11 @@ def _elements(
     program: Program,
     layout: ProgramLayout,
 ) -> np.ndarray:
-    """Return the flat index in the whole tensor of each local element."""
+    """Return the index in the whole tensor, flat, of each element of a rank's parameter.
+
+    local, shape: the shape on this rank, and on one rank. place: this rank's coordinate and the
+    size of each axis. Raise UserError if nothing says how it is cut, or wrongly.
+    """
     whole = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     asked = f"the parameter {name!r} is {local} in {layout.name}, and {shape} on one rank"
     pattern = next((p for p in program.cut if fnmatch.fnmatchcase(name, p)), None)

@@ -137,7 +137,7 @@ class Engine:
         seconds: float = 90.0,
         others: Sequence[Variant] = (),
     ):
-        """config: small. at_once: runs at a time. others: what else is to be compared.
+        """Start no ranks yet. config: the small run. at_once: runs at a time. others: its variants.
 
         seconds: a layout is taken to hang after this time, or LONGER times the time of one rank.
         """
@@ -187,7 +187,10 @@ class Engine:
         return self.one
 
     def _keep(self, sizes: str, answers: list[Any] | Failure) -> None:
-        """Keep the run of one rank in these sizes; UserError if it failed."""
+        """Keep the run of one rank as the reference of runs with these sizes.
+
+        answers: of the one rank. Raise UserError if it failed, or a loss is not finite.
+        """
         if isinstance(answers, Failure):
             of = f", with {sizes}," if sizes else ""
             raise ProgramError(f"the run on one rank{of} fails: {answers.text}")
@@ -225,7 +228,10 @@ class Engine:
         infers: bool = False,
         **run: Any,
     ) -> CheckedRun:
-        """Return the job of a layout. infers: see CheckedRun. run: options of Run."""
+        """Return the run of a layout for a world of ranks. save, infers: see CheckedRun.
+
+        variant: the types or sizes, None: the small run's. run: options of Run to change.
+        """
         self.number += 1
         config = self.config if variant is None else variant.config
         changed = dataclasses.replace(config.run, **run)

@@ -52,7 +52,10 @@ class Agent:
                 rank_0.send(self._do(word, given, folder))
 
     def _do(self, word: str, given: Any, folder: str) -> Any:
-        """Do one of the things that a World asks of a rank."""
+        """Do what rank 0 asks of this rank: begin or kill a fork, or call a method of it.
+
+        word: which. given: for begin, the size, the port, and one rank's tensors and shapes.
+        """
         launched = self.launched
         if word == "begin":
             size, port, reference, shapes = given
@@ -76,7 +79,7 @@ class Far:
     """A rank that an agent has forked, with the methods of a Fork."""
 
     def __init__(self, agent: Connection):
-        """agent: the connection to it."""
+        """Keep the connection to the agent."""
         self.agent = agent
 
     def _ask(self, word: str) -> Any:
@@ -166,7 +169,10 @@ class Launched:
     def start(
         self, size: int, work: Work, meet: Meet, folder: str
     ) -> tuple[list[Connection], list[Any]]:
-        """Start a world on the first ranks: see ranks.Start. work: a ProgramWorker."""
+        """Start a world on the first `size` ranks; return its pipes and ranks, as ranks.Start does.
+
+        work: a ProgramWorker.
+        """
         assert isinstance(work, ProgramWorker)  # what agents can make anew
         port = free_port(self.address[0])
         begin = pickle.dumps(("begin", (size, port, work.reference, work.shapes)))

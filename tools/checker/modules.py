@@ -66,7 +66,7 @@ class _Trained:
     """A module that trains in layouts."""
 
     def __init__(self, make: Any, inputs: Any, plan: Any, sequence_dim: int):
-        """make: returns the module. sequence_dim: the dimension of positions, which cp cuts."""
+        """Keep how it is made. make: returns the module. sequence_dim: of positions, for cp."""
         self.make, self.inputs, self.plan = make, inputs, plan
         self.sequence_dim = sequence_dim
         try:
@@ -89,7 +89,10 @@ class _Trained:
         return found
 
     def build(self, layout: dict[str, Any]) -> dict[str, Any]:
-        """Build the module on a rank of a layout."""
+        """Return what build() of a --program file returns, for the module on a rank of a layout.
+
+        layout: ranks by axis, such as {"tp": 2}.
+        """
         sizes = {axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")}
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -120,7 +123,8 @@ class _Trained:
             given = made if isinstance(made, tuple) else (made,)
             optimizer.zero_grad()
             losses = [
-                (local * here(_drawn(local, sizes, self.sequence_dim)).to(local)).sum() / BATCH
+                (local * here(_loss_weights(local, sizes, self.sequence_dim)).to(local)).sum()
+                / BATCH
                 for local in _outputs(module(*map(here, given)))
             ]
             loss = torch.stack(losses).sum()
@@ -144,8 +148,12 @@ def _outputs(made: Any) -> list[Tensor]:
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
 
 
-def _drawn(local: Tensor, sizes: dict[str, int], sequence_dim: int) -> Tensor:
-    """Return numbers for the outputs of the whole batch, of which `local` is this rank's part."""
+def _loss_weights(local: Tensor, sizes: dict[str, int], sequence_dim: int) -> Tensor:
+    """Return random weights for a module's output of the whole batch; the loss is the weighted sum.
+
+    They are the same on all ranks and in all layouts. local: this rank's part of the output. sizes:
+    ranks on each axis. sequence_dim: the dimension of positions, which cp cuts.
+    """
     shape = list(local.shape)
     shape[0] *= sizes["dp"]
     if sizes["cp"] > 1:

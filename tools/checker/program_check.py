@@ -47,11 +47,14 @@ def _most_ranks(given: Namespace, launch: Launch) -> int:
     if launch.size == 1:
         return given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
     if given.ranks and given.ranks > launch.size:
-        raise UserError(f"--ranks {given.ranks}: {launch.launcher} has started {launch.size}")
+        raise UserError(
+            f"--ranks {given.ranks}: {launch.launcher} has started {launch.size} ranks: start "
+            f"more, or give --ranks {launch.size}"
+        )
     if given.at_once and given.at_once > 1:
         raise UserError(
             f"--at-once {given.at_once}: the ranks that {launch.launcher} has started do one "
-            f"layout at a time"
+            f"layout at a time: leave it out"
         )
     return given.ranks or launch.size
 
@@ -107,7 +110,7 @@ def _introduction(
     ranks: int,
     launched: Launched | None,
 ) -> Iterator[str]:
-    """Yield the first lines of a check."""
+    """Yield the first printed lines: how many layouts, on which ranks, and which are left out."""
     number = f"{len(layouts)} layouts" if len(layouts) > 1 else "1 layout"
     most = max(layout.ranks for layout in layouts)
     yield f"{program.path.name}: {number} of up to {most} ranks, each against one rank"

@@ -39,8 +39,10 @@ class ProgramEngine:
         meeting: Meeting | None = None,
         start: Start = fork_all,
     ):
-        """layouts: to run. at_once: runs at a time. seconds: a layout is taken to hang after it, or
-        after LONGER times the time of one rank. start, meeting: of the ranks of a run.
+        """Start no ranks yet. layouts: to run. at_once: runs at a time.
+
+        seconds: a layout is taken to hang after this time, or after LONGER times the time of one
+        rank. start, meeting: how ranks of a run are started and meet.
         """
         self.program, self.layouts, self.at_once, self.seconds = program, layouts, at_once, seconds
         self.began = time.monotonic()
@@ -176,7 +178,7 @@ class ProgramEngine:
                 yield outcome
 
     def _outcome(self, layout: ProgramLayout, answers: list[Any] | Failure) -> Outcome:
-        """Return what came of a layout."""
+        """Return the outcome of a layout: a failure, or its difference from one rank."""
         outcome = Outcome(layout, seconds=time.monotonic() - self.began)
         if isinstance(answers, Failure):
             outcome.failure = answers

@@ -36,7 +36,7 @@ class ProgramRecorder:
     """The hooks on a program's modules and optimizers; `pieces` grow from step to step."""
 
     def __init__(self, built: Built, shards: list[Shard]):
-        """built: freshly, with its weights. shards: of its parameters."""
+        """Register the hooks. built: has its first weights. shards: of its parameters."""
         self.built, self.shards = built, shards
         self.pieces: list[Piece] = []
         self.step = 0
@@ -61,7 +61,7 @@ class ProgramRecorder:
         self._close()
 
     def end(self, loss: float | None, norm: float | None) -> None:
-        """Record the state after a step; loss, norm: what it returned."""
+        """Record the state after a step; loss, norm: what step() returned, None: nothing."""
         if not self.now["gradients"]:  # no optimizer whose step could be watched
             self._gradients()
         for part, name, value in (("loss", "loss", loss), ("norm", "gradient norm", norm)):
@@ -85,7 +85,7 @@ class ProgramRecorder:
     # ---- Parameters ------------------------------------------------------------------------------
 
     def _watch(self, optimizer: Any) -> None:
-        """Have gradients recorded just before an optimizer's step."""
+        """Have gradients recorded just before each step of an optimizer, of torch or a wrapper."""
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(lambda *_: self._gradients())
             return
@@ -129,7 +129,7 @@ class ProgramRecorder:
     # ---- Modules ---------------------------------------------------------------------------------
 
     def _output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Record what a module returns, and later its gradient."""
+        """Record the tensors that a module returns, and their gradients in the backward pass."""
         if not self.is_on:
             return
         for path, x in _tensors(output):
@@ -201,7 +201,7 @@ def _tensors(output: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_partial(x: Tensor) -> bool:
-    """Whether a tensor is declared to be a term of a sum over ranks."""
+    """Return whether a tensor is declared to be a term of a sum over ranks."""
     return isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
 
 
@@ -231,7 +231,7 @@ class Types(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do an operation and look at its result."""
+        """Do an operation of torch, and note if its result is the first in a lower precision."""
         result = function(*args, **(kwargs or {}))
         for _, x in _tensors(result):
             width = WIDTHS.get(x.dtype, "fp64")

@@ -88,7 +88,7 @@ class Meeting:
     address: str = "127.0.0.1"
 
     def __call__(self, rank: int, size: int, port: int) -> Ranks:
-        """Meet the other ranks; collective."""
+        """Start torch.distributed on this rank, over NCCL or gloo; collective."""
         nodes = list(self.nodes[:size]) or ["this machine"] * size
         local_ranks.become_rank_of(RankPlace(rank, nodes, self.address, port))
         torch.set_num_threads(1)
@@ -117,11 +117,14 @@ class ProgramWorker:
         reference: Reference | None = None,
         shapes: dict[str, tuple[int, ...]] | None = None,
     ):
-        """reference, shapes: of one rank; None: that is the run to do, its pieces come back."""
+        """Keep the tensors and shapes of one rank; None: do the run of one rank, return them."""
         self.program, self.reference, self.shapes = program, reference, shapes
 
     def __call__(self, context: Ranks, job: ProgramRun) -> ProgramAnswer | Failure:
-        """Do a run on this rank; collective over the ranks of its layout."""
+        """Return the answer of a run on this rank; an error of the program is a Failure.
+
+        Collective over the ranks of the run's layout.
+        """
         try:
             return self._run(context, job)
         except UserError:
@@ -133,6 +136,7 @@ class ProgramWorker:
             return failure
 
     def _run(self, context: Ranks, job: ProgramRun) -> ProgramAnswer:
+        """Build the program in a layout, run its steps, and return losses and what was compared."""
         torch.set_default_dtype(self.program.dtype or torch.float64)
         torch.manual_seed(SEED)
         built = self.program.build(job.layout)

@@ -73,7 +73,7 @@ class ProgramLayout:
         return found + ["more than one rank"] * (self.ranks > 1)
 
     def _says(self, name: str, value: Any) -> bool:
-        """Whether an entry is more than the plain one of an axis or a flag."""
+        """Return whether an entry is more than the plain one of an axis or a flag."""
         return value is not None and value is not False and not (name in AXES and value == 1)
 
 
@@ -180,13 +180,14 @@ class OwnModules:
     """
 
     def __init__(self, folder: Path):
-        """folder: of the user's file, which is first on the path of modules."""
+        """Hide nothing yet. folder: of the user's file, first on sys.path when entered."""
         self.folder = folder
         self.theirs: dict[str, ModuleType] = {}
         self.path: list[str] = []
         self.hidden: dict[str, ModuleType] = {}
 
     def __enter__(self) -> "OwnModules":
+        """Remove Trine's modules from sys.modules, and put the user's there and on sys.path."""
         self.hidden = {
             name: module
             for name, module in list(sys.modules.items())
@@ -200,6 +201,7 @@ class OwnModules:
         return self
 
     def __exit__(self, *of_error: Any) -> None:
+        """Put Trine's modules and sys.path back, and keep the user's modules for the next time."""
         sys.path[:] = self.path
         self.theirs = {n: m for n, m in list(sys.modules.items()) if self._is_of_tree(m)}
         self.theirs.pop("__main__", None)
@@ -208,7 +210,7 @@ class OwnModules:
         sys.modules.update(self.hidden)
 
     def _is_of_tree(self, module: Any) -> bool:
-        """Whether a module is of Trine or of the folder of the file, and of no package."""
+        """Return whether a module is of Trine or of the folder of the file, and of no package."""
         file = getattr(module, "__file__", None) or next(
             iter(getattr(module, "__path__", None) or []), None
         )
@@ -218,7 +220,7 @@ class OwnModules:
 
 
 def _is_root(entry: str) -> bool:
-    """Whether an entry of the path of modules is the folder of Trine."""
+    """Return whether an entry of the path of modules is the folder of Trine."""
     return os.path.realpath(entry or ".") == str(ROOT)
 
 
@@ -278,7 +280,10 @@ def own_errors(program: Program) -> Iterator[None]:
 
 
 def _layouts(every: Any, name: str) -> list[ProgramLayout]:
-    """Return what layouts() has returned, checked."""
+    """Return the layouts that layouts() of the user's file has returned.
+
+    name: of the file, for messages. Raise UserError if they are none, or one rank is not first.
+    """
     is_list = isinstance(every, list | tuple) and all(isinstance(x, Mapping) for x in every)
     if not is_list or not every:
         raise ProgramError(
@@ -319,7 +324,10 @@ def _value(text: str) -> Any:
 
 
 def _built(made: Any, name: str) -> Built:
-    """Return what build() has returned, checked."""
+    """Return what build() of the user's file has returned, as a Built.
+
+    name: of the file, for messages. Raise UserError if a part is missing or of another type.
+    """
     parts = dict(made) if isinstance(made, Mapping) else _attributes(made)
     for part in ("model", "step"):
         if parts.get(part) is None:

@@ -98,7 +98,7 @@ Start = Callable[[int, Work, Meet, str], tuple[list[Connection], list[Any]]]
 
 
 def fork_all(size: int, work: Work, meet: Meet, folder: str) -> tuple[list[Connection], list[Fork]]:
-    """Fork all ranks of a world from this process."""
+    """Fork all ranks of a world from this process; return a pipe to each, and the ranks."""
     port = local_ranks.free_port()
     pipes, forks = [], []
     for rank in range(size):
@@ -149,7 +149,7 @@ class World:
 
 
 def _is_of_step(line: str) -> bool:
-    """Whether a line of a stack is in code that a run's ranks do not share with all their waits."""
+    """Return whether a line of a stack is in a step's own code, and not in what waits for ranks."""
     ours = not any(
         word in line for word in ("site-packages", "/distributed/", "/checker/", "lib/python")
     )
@@ -166,7 +166,7 @@ def _serve(
     parent: int,
     folder: str,
 ) -> None:
-    """Be a rank: meet the others, and do the jobs that come until the pipe ends."""
+    """Run a rank in its forked process: meet the others, then do jobs until it is killed."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack-{os.getpid()}"), "w"))  # noqa: SIM115
@@ -214,9 +214,10 @@ class Worlds:
         keeps: bool = True,
         start: Start = fork_all,
     ):
-        """work: see the top of the file. seconds: the limit of a job.
+        """Keep how worlds start; none is started yet.
 
-        run: device and backend, or a function of rank, size and port with which ranks meet. keeps:
+        work: does a job on a rank, see the top of the file. seconds: the time limit of a job. run:
+        device and backend, or a function of rank, size and port with which ranks meet. keeps:
         whether a world does several jobs, which not every program allows. start: starts its ranks.
         """
         self.start = start
@@ -230,6 +231,7 @@ class Worlds:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        """End all ranks, and remove the folder of their stacks."""
         for world in [*self.idle, *self.busy]:
             world.end()
         self.idle, self.busy = [], []

@@ -56,7 +56,7 @@ class Recorder:
     """The hooks on a state's stages and optimizer; `pieces` grow from step to step."""
 
     def __init__(self, state: Any):
-        """state: the trainer's TrainState, freshly built."""
+        """Register the hooks. state: the trainer's TrainState, before its first step."""
         self.state = state
         self.mesh = state.factory.mesh
         self.layout = state.config.layout
@@ -139,7 +139,10 @@ class Recorder:
     # ---- Hooks on modules ------------------------------------------------------------------------
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        """Register the hooks of a module that sees tokens in their order."""
+        """Register the hooks that record a module's inputs and outputs.
+
+        Not of what holds experts, whose rows are sorted by expert.
+        """
         if isinstance(module, HeldExperts) or module in self.watched:  # rows sorted by expert
             return
         heads = self.state.config.model.kv_heads
@@ -164,6 +167,7 @@ class Recorder:
         return f"{name}{part}" + (f" (call {number})" if number > 1 else "")
 
     def _begin_stage(self, index: int, stage: Any, inputs: tuple) -> None:
+        """Note which micro-batch a stage's forward pass begins; record its tokens and labels."""
         if not self.is_on:
             return
         self.micro_batch = self.passes.get(index, 0)
@@ -192,6 +196,7 @@ class Recorder:
                 self.pieces.append(_parameter_piece(key, elements, p.detach().flatten()))
 
     def _input(self, name: str, module: nn.Module, _: nn.Module, inputs: tuple) -> None:
+        """Record the input of a module, unless it is a tensor that was recorded as an output."""
         if self.micro_batch is None or not inputs or not isinstance(inputs[0], Tensor):
             return
         x = inputs[0]
@@ -206,6 +211,7 @@ class Recorder:
         self._see("input", self._called(name), x)
 
     def _output(self, name: str, module: nn.Module, _: tuple, output: Any) -> None:
+        """Record the output of a module: a tensor, a tuple of them, or a block's two terms."""
         if self.micro_batch is None:
             return
         called = self._called(name)
@@ -229,6 +235,7 @@ class Recorder:
     def _watch_gradient(
         self, kind: str, name: str, x: Tensor, shape: tuple[int, ...] | None
     ) -> None:
+        """Have the gradient of a tensor recorded when the backward pass has computed it."""
         if x.requires_grad:
             add = partial(self._gradient, f"gradient of {kind}", name, self.micro_batch, shape)
             x.register_hook(add)
@@ -241,6 +248,7 @@ class Recorder:
         shape: tuple[int, ...] | None,
         grad: Tensor,
     ) -> None:
+        """Record a gradient as one of the micro-batch in whose forward pass its tensor was."""
         before, self.micro_batch = self.micro_batch, micro_batch
         self._add(kind, name, self._unscaled(grad), shape)
         self.micro_batch = before

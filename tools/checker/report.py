@@ -112,7 +112,7 @@ class Finding:
 
     @property
     def data(self) -> dict[str, Any]:
-        """This as --json has it (docs/check.md)."""
+        """The finding as check.py --json has it (docs/check.md)."""
         outcome, difference = self.first, self.first.difference
         found: dict[str, Any] = {"where": self.where, "layouts": len(self.group)}
         found |= {"layout": name_of(outcome.layout), "likely": []} | _beside(outcome)
@@ -136,7 +136,7 @@ def findings(
     outcomes: Sequence[Outcome],
     reference_of: Callable[[Outcome], Reference] | None = None,
 ) -> Iterator[Finding]:
-    """Yield what is wrong in the layouts, each cause once; see `verdict`."""
+    """Yield the findings on layouts that differ or fail, one for each cause; see `verdict`."""
     wrong = [outcome for outcome in outcomes if not outcome.is_equal]
     equal = [x.layout for x in outcomes if x.is_equal and _is_plain(x)]
     for group in separate(wrong, equal):
@@ -205,7 +205,7 @@ def separate(wrong: Sequence[Outcome], equal: Sequence[AnyLayout]) -> Iterator[l
 def _cause_lines(
     first: Outcome, wrong: Sequence[Outcome], equal: Sequence[AnyLayout]
 ) -> list[bool]:
-    """Return for each outcome whether it may have the cause of the first one."""
+    """Return for each wrong outcome whether it may have the same cause as the first one."""
     alike = [_signature(outcome) == _signature(first) for outcome in wrong]
     own = own_traits(
         [x.layout for x, is_alike in zip(wrong, alike, strict=True) if is_alike], equal
@@ -280,6 +280,7 @@ def simplest(wrong: Sequence[Outcome]) -> Outcome:
     """Return the outcome that says most: of the fewest ranks and options, with a tensor."""
 
     def size(outcome: Outcome) -> tuple[bool, bool, bool, bool, int, int]:
+        """Return the key to sort by: the smallest outcome says most."""
         resumed = outcome.resumed_from is not None
         has_no_tensor = outcome.difference is None or not outcome.difference.parts
         is_varied = outcome.variant is not None

@@ -40,7 +40,7 @@ class LastBits:
     """
 
     def __init__(self, draw: int, width: torch.dtype = torch.float64):
-        """draw: the seed of the signs."""
+        """Make the generator of signs. draw: its seed. width: see the class."""
         self.generator = torch.Generator().manual_seed(draw)
         self.least = torch.finfo(width).eps
 
@@ -137,7 +137,7 @@ class HeldRule:
         return getattr(self.rule, name)
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """Update all masters, and hold those that rounding decides."""
+        """Update all masters; set those whose update rounding decides to one rank's values."""
         self.rule.update(gradients, lr)
         if not self.recorder.is_on:
             return

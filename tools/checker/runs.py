@@ -77,8 +77,7 @@ class Worker:
     """Does runs on a rank and compares their tensors with those of one rank."""
 
     def __init__(self, references: dict[str, Reference] | None = None, looks_alone: bool = True):
-        """references: the runs of one rank, by their sizes; None: that is the run to do, and its
-        pieces come back.
+        """Keep the runs of one rank, by their sizes; None: do that run, and return its pieces.
 
         looks_alone: whether the one rank also checks itself (alone.py), on CPUs, and measures its
         rounding (rounding.py).
@@ -91,7 +90,7 @@ class Worker:
             return self._run(context, job)
 
     def _run(self, context: Context, job: CheckedRun) -> RunAnswer:
-        """Do a run with the sizes and types of a check."""
+        """Build a run, train its steps, and compare its tensors with those of one rank."""
         if context.size > 1:
             # Values of an earlier run must not be taken for this one's.
             store = dist.PrefixStore(f"job {job.number}", context.store)
@@ -157,7 +156,10 @@ def _train(
     chosen: Any,
     before_step: Callable[[], None] = lambda: None,
 ) -> RunAnswer:
-    """Do the steps of a run. chosen: the checkpoint to go on from, if any."""
+    """Train the steps of a run, and record each one; return losses and what was compared.
+
+    chosen: the checkpoint to resume, if any. before_step: is called before each step.
+    """
     config, mesh = state.config, state.factory.mesh
     done = Progress()
     checkpoints: Checkpointer | None = None

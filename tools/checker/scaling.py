@@ -162,7 +162,7 @@ def rates_of(text: str, factor: float) -> tuple[float, ...]:
 
 
 def _introduction(config: Config, ladder: Ladder, sizes: list[int], by_depth: bool) -> str:
-    """Return the line that says what is compared."""
+    """Return the first printed line: the sizes, the optimizer and the muP options compared."""
     what = "blocks" if by_depth else "widths"
     other = f"width {ladder.width}" if by_depth else f"{ladder.layers} blocks"
     base = {"--mup": config.model.mup, "--mup-base-layers": config.model.mup_base_layers}
@@ -199,7 +199,7 @@ def _coordinates(
 
 
 def table(rows: "Sequence[Fitted]", sizes: Sequence[int]) -> list[str]:
-    """Return the lines of the sizes of tensors and their exponents."""
+    """Return the printed table: for each tensor its size at each width or depth, and exponent."""
     names = max(len(row.name) for row in rows)
     head = " ".join(f"{size:>9d}" for size in sizes)
     lines = [f"{'':10s} {'':{names}s} {'class':15s} {head}  exponent  right"]

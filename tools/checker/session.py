@@ -30,7 +30,7 @@ class Session:
     """A check that runs. as_json: the verdict is JSON on stdout, and lines go to stderr."""
 
     def __init__(self, as_json: bool, all_of_them: bool, minutes: float | None):
-        """all_of_them: no difference ends the check. minutes: after them no layout begins."""
+        """Begin to count time. all_of_them: no difference ends the check. minutes: the limit."""
         self.as_json, self.all_of_them = as_json, all_of_them
         self.began = time.monotonic()
         self.until = self.began + 60.0 * minutes if minutes else float("inf")

@@ -130,7 +130,7 @@ def _text(value: Any) -> str:
 
 
 def _model(model: ModelShape) -> ModelShape:
-    """Return the model at small sizes."""
+    """Return the model with fewer and narrower blocks that run the same code."""
     layers = min(model.layers, LAYERS)
     kv_heads = min(model.kv_heads, HEADS)
     if HEADS > kv_heads > 3:

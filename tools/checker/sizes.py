@@ -61,7 +61,7 @@ class Ladder:
         return (self.width, size) if by_depth else (size, self.layers)
 
     def _model(self, width: int, layers: int) -> ModelShape:
-        """Return the model of this width and these blocks."""
+        """Return the user's model at another hidden size and number of blocks, for a check."""
         was = self.config.model
         size, heads = HEAD, width // HEAD
         if was.mup_base_head_size:
@@ -121,7 +121,10 @@ def _latent(was: ModelShape, width: int, size: int) -> dict[str, Any]:
 
 
 def _experts(was: ModelShape, layers: int) -> dict[str, Any]:
-    """Return the numbers of experts, and the parts of hidden that they are wide."""
+    """Return the options of experts for a small model; widths are shares of hidden.
+
+    was: the user's model. layers: of the small one.
+    """
     if was.experts == 1:
         return {}
     experts = min(was.experts, EXPERTS)

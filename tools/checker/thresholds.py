@@ -80,7 +80,7 @@ def small_thresholds() -> Iterator[None]:
 
 
 def has_wide_types(config: Config) -> bool:
-    """Whether a check does a run in wider types: in 16 bits on CPUs."""
+    """Return whether a check does a run in wider types: in 16 bits on CPUs."""
     return config.run.device == "cpu" and config.training.precision in SIXTEEN_BITS
 
 

@@ -41,10 +41,11 @@ def synchronise(device: torch.device) -> None:
 class RankGroups:
     """The ranks and their groups over NCCL or gloo, through the Group class that training uses.
 
-    rows: the ranks of every group of each kind.
+    groups: this rank's group of each kind, such as "tp". rows: by kind, the ranks of every group.
     """
 
     def __init__(self, context: Context, layout: Layout):
+        """Make the groups of a layout by their names in ROLES; collective over all ranks."""
         self.context = context
         self.device = context.device
         mesh = Mesh(layout.axes, context)
@@ -53,7 +54,7 @@ class RankGroups:
         self.rows = {name: rows_along(layout.axes, along) for name, along in axes.items()}
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
-        """Every rank's numbers, in rank order."""
+        """Return the numbers of every rank, in the order of ranks."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         rows = own.new_empty(self.context.size * len(own))
         self.groups["world"].all_gather(rows, own).wait()
@@ -69,7 +70,7 @@ class RankGroups:
         synchronise(self.device)
 
     def free_bytes(self) -> float:
-        """Bytes that every rank may allocate for buffers."""
+        """Return how many bytes every rank may allocate for buffers, the same on all ranks."""
         if self.device.type == "cuda":
             own = torch.cuda.mem_get_info(self.device)[0] / 3
         else:
@@ -78,7 +79,7 @@ class RankGroups:
 
 
 def limits_of_sms() -> str:
-    """Which rates are not those of the links, because a group has a limit of SMs over NCCL."""
+    """Return a note on the groups whose NCCL collectives may use few SMs, and so may be slower."""
     limits = {name: most_ctas(role) for name, role in ROLES.items()}
     limited = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit)
     return (
@@ -88,7 +89,10 @@ def limits_of_sms() -> str:
 
 
 def operation(world: RankGroups, group_name: str, name: str, elements: int):
-    """A function that runs the operation once, None for a rank without part in it."""
+    """Return a function that runs the operation once; None for a rank that takes no part in it.
+
+    group_name: of ROLES. name: of bandwidth.OPERATIONS. elements: of the whole buffer.
+    """
     group = world.groups[group_name]
     mine = group.ranks.index(world.context.rank)
     whole = world.buffer(elements)
@@ -137,9 +141,13 @@ def measure(
 
 
 def timed(world: RankGroups, once, plan: Plan) -> list[float]:
-    """Seconds of each trial on this rank; the number of trials is the same on all ranks."""
+    """Return the seconds of each trial on this rank; the number of trials is equal on all ranks.
+
+    once: runs the operation; None: this rank only joins the barriers.
+    """
 
     def trial() -> float:
+        """Return the seconds of one run of the operation."""
         began = time.perf_counter()
         if once is not None:
             once()
@@ -156,7 +164,7 @@ def timed(world: RankGroups, once, plan: Plan) -> list[float]:
 
 
 def check_sum(world: RankGroups) -> None:
-    """RuntimeError unless an all-reduce of ones gives the number of ranks."""
+    """Raise RuntimeError unless an all-reduce of ones gives the number of ranks."""
     ones = world.buffer(world.context.size) + 1
     world.finish(world.groups["world"].all_reduce(ones))
     if float(ones[0]) != world.context.size:
@@ -164,9 +172,10 @@ def check_sum(world: RankGroups) -> None:
 
 
 def pair_scan(world: RankGroups, size: int) -> dict[tuple[str, str], float]:
-    """Bytes/s between every two nodes, or ranks if there is one node, in rounds of disjoint pairs.
+    """Return the bytes/s between every two nodes, or every two ranks if there is one node.
 
-    Names are those of nodes, or `rank N`.
+    Pairs that share no node are measured at the same time, in rounds. Names are those of nodes, or
+    `rank N`.
     """
     nodes = world.context.nodes
     firsts = {node: nodes.index(node) for node in dict.fromkeys(nodes)}
@@ -189,7 +198,7 @@ def pair_scan(world: RankGroups, size: int) -> dict[tuple[str, str], float]:
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count`, in rounds of disjoint pairs (the circle method)."""
+    """Return all pairs of 0 to count - 1, in rounds of disjoint pairs (the circle method)."""
     seats = list(range(count + count % 2))  # the last seat of an odd number is empty
     half = len(seats) // 2
     rounds = []

@@ -37,7 +37,7 @@ class Grid:
         ]
 
     def _loss(self, width: int, layers: int, rate: float, seed: int) -> float:
-        """Return the mean loss of the last steps of a run."""
+        """Return the mean loss of a run's last tenth of steps; infinite if a loss is not finite."""
         warmup = self.steps // 10 * BATCH
         schedule = {"lr_schedule": "linear", "min_lr": 0.0, "lr_warmup_samples": warmup}
         config = self.ladder.at(width, layers, seed, lr=rate, steps=self.steps, **schedule)

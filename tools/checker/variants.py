@@ -168,24 +168,31 @@ def plan_of(
 
 
 def _named(small: Config, user: Config, named: Sequence[str]) -> tuple[list[Layout], list[Variant]]:
-    """Return the layouts that the user names, and the variants that can have them."""
-    others = [Variant(*each[:3], []) for each in _possible(small, user)]
+    """Return the user's layouts of the small run, and the variants with the user's layouts of each.
+
+    named: the layouts as the user writes them, such as "tp 2 pp 2"; user: the run that was made
+    small. A variant has other types or sizes than the small run, so it may have layouts that the
+    small run cannot have. Raise UserError for a layout that none of these runs can have.
+    """
+    variants = [Variant(*each[:3], []) for each in _possible(small, user)]
     layouts = []
     for text in named:
-        found = [(variant, _read(text, variant.config)) for variant in others]
-        for variant, layout in found:
+        is_in_a_variant = False
+        for variant in variants:
+            layout = _read_if_possible(text, variant.config)
             if layout is not None:
                 variant.layouts.append(layout)
-        is_in_others = any(layout is not None for _, layout in found)
-        if not is_in_others or _read(text, small) is not None:
+                is_in_a_variant = True
+        # Of a layout that no run can have, `read` raises the error of the small run.
+        if not is_in_a_variant or _read_if_possible(text, small) is not None:
             layouts.append(read(text, small))
-    return layouts, [variant for variant in others if variant.layouts]
+    return layouts, [variant for variant in variants if variant.layouts]
 
 
 def _possible(
     small: Config, user: Config
 ) -> Iterator[tuple[str, str, Config, Sequence[dict[str, Any]]]]:
-    """Yield name, sizes, run and layouts of each variant that one rank can run."""
+    """Yield name, sizes, config and wanted layouts of each variant that is valid on one rank."""
     for name, config, wanted in _types(small, user):
         if _is_possible(config):
             yield name, "", config, wanted
@@ -255,8 +262,8 @@ def _is_possible(config: Config) -> bool:
     return True
 
 
-def _read(text: str, config: Config) -> Layout | None:
-    """Return a layout that the user names, or None if a run cannot have it."""
+def _read_if_possible(text: str, config: Config) -> Layout | None:
+    """Return the layout that a text such as "tp 2" names, or None if the run cannot have it."""
     try:
         return read(text, config)
     except UserError:

@@ -35,7 +35,10 @@ class Answers(NamedTuple):
 
 
 def of(run: Rehearsal, machine: Machine) -> Answers:
-    """Return the answers of a rehearsal; machine: the machine whose GPUs the run needs."""
+    """Return what a rehearsal has found, as text and as data: deadlocks, mismatches and memory.
+
+    machine: the machine whose GPUs the run needs.
+    """
     layout = run.config.layout
     # With several pipeline stages, blocking does not make the host wait for operations.
     blocking = run.config.run.blocking and layout.pp == 1

@@ -16,7 +16,7 @@ A rehearsal runs only some ranks of the world; each other rank is assumed to do 
 does.
 
     chosen(config)              # the ranks that are run
-    taken_as(config, ran)       # for every rank of the world, the rank of `ran` that represents it
+    represented_by(config, ran) # for every rank of the world, the rank of `ran` that represents it
 
 The actions of a rank depend on its stage, on its key place, and on whether it is first, last or
 between on an axis of the mesh: the first rank reports and holds the tensors that are not split, the
@@ -100,13 +100,14 @@ def chosen(config: Config, nodes: int = 1) -> list[int]:
     return sorted(ranks | {group[0] for group in _similar_ranks(config, all_positions, nodes)})
 
 
-def taken_as(config: Config, ran: Sequence[int], nodes: int = 1) -> list[int]:
-    """Return, for every rank of the world, the rank of `ran` that represents it: (world,).
+def represented_by(config: Config, ran: Sequence[int], nodes: int = 1) -> list[int]:
+    """Return for every rank of the world the rank that was run and does the same: (world,).
 
-    A rank is represented by a rank with the same stage and key place, whose experts get tokens in
-    the same way: among several by the rank that has the same kind of position on the most axes, and
-    among equals by the lowest rank. ran: the ranks that were run, at least those of `chosen`; they
-    represent themselves. nodes: as for `chosen`.
+    A rank is represented by one with the same pipeline stage and the same position among the cp
+    ranks that gather keys, whose experts get tokens in the same way. Among several it is the one
+    that is first, last or between on as many axes as possible like it; among equals the lowest.
+    ran: the ranks that were run, at least those of `chosen`; they represent themselves. nodes: as
+    for `chosen`.
     """
     all_positions = _positions(config)
     kinds = [_kinds(config, positions) for positions in all_positions]
@@ -292,7 +293,7 @@ def rehearse(
     records = [future.result() for future in futures]
     events = {record.rank: record.events for record in records}
     # A rank that was not run gets the trace of the rank that represents it.
-    traces = [events[rank] for rank in taken_as(config, list(events), case.nodes)]
+    traces = [events[rank] for rank in represented_by(config, list(events), case.nodes)]
     largest_batch = max(level.batch for level in Timeline(config).levels)
     return Rehearsal(
         config,

@@ -72,7 +72,11 @@ def page(folders: Sequence[Path]) -> str:
 
 
 def series_of(record: Record) -> Series:
-    """Return what the picture of a run shows."""
+    """Return the curves and marks of a run's picture, over the tokens that were consumed.
+
+    Losses, tokens/s and learning rates of steps are means over groups of neighbouring steps.
+    Evaluations and tasks have a point for each of their rows in metrics.jsonl.
+    """
     steps = record.steps
     tokens = np.array([row["consumed_tokens"] for row in steps], float)
     groups = points_of(len(steps))

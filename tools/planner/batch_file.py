@@ -38,7 +38,8 @@ def write(path: str, machine: Machine, gpus: int, seconds: float, words: Sequenc
     nodes = math.ceil(gpus / machine.node)
     if gpus % nodes:
         raise UserError(
-            f"--sbatch: {gpus} GPUs are not as many on each of {nodes} nodes of {machine.node}"
+            f"--sbatch: {gpus} GPUs do not divide equally among {nodes} nodes, which have "
+            f"{machine.node} each: give a multiple of {machine.node}"
         )
     tasks = gpus // nodes
     on_cpu = machine.device == "CPU"

@@ -154,7 +154,7 @@ def layout_words(run: Config, layout: Layout) -> list[str]:
 
 
 def _overrides(options: list[str], run: Config, layout: Layout) -> list[str]:
-    """Return the overrides that say what options of Megatron-LM say."""
+    """Return Megatron Bridge's overrides, FIELD=VALUE, for options of Megatron-LM's command."""
     found = ["model.should_pad_vocab=true"]
     rest = iter(options)
     for option in rest:
@@ -186,7 +186,7 @@ def _value(field: str, value: str) -> str:
 
 
 def notes(run: Config, layout: Layout, fp8: bool = False) -> list[str]:
-    """Return what the command has stand-ins for, as texts of one line."""
+    """Return what the user must change or know before running the command, as lines."""
     found = [
         "in Megatron Bridge's folder; --dataset mock and NullTokenizer are stand-ins for yours"
     ]
@@ -197,7 +197,7 @@ def notes(run: Config, layout: Layout, fp8: bool = False) -> list[str]:
 
 
 def program(version: str) -> Program:
-    """Return Megatron Bridge of one release."""
+    """Return what the planner needs to know of a release of Megatron Bridge."""
     same = megatron_words.program(version)
     return Program(
         name="bridge",

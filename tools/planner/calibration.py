@@ -100,7 +100,11 @@ def fit(runs: Sequence[MeasuredRun], machine: Machine) -> Fit:
     spread = _spreads(runs, machine, names)
     chosen = [name for name in names if spread[name] <= SURE]
     if not chosen:
-        raise UserError("these runs determine no constant")
+        least = min(spread.values(), default=math.inf)
+        raise UserError(
+            f"{len(runs)} runs determine no constant: the least standard deviation of one is "
+            f"{least:.0%} of it, and at most {SURE:.0%} is taken; add runs in other layouts"
+        )
     found = _minimised(runs, machine, chosen)
     # The root mean square of the runs' errors, with the old and with the new machine, is the norm
     # of the weighted errors over the norm of the weights (below).

@@ -35,7 +35,10 @@ PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 
 def programs() -> dict[str, dict[str, Any]]:
-    """The tables of engines.toml by name; one that is `like` another has its software too."""
+    """Return the tables of engines.toml by name.
+
+    The software of a table that is `like` another is the other's with changes.
+    """
     tables = read_toml(PROGRAMS, PROGRAMS.name)
     for own in tables.values():
         if "like" in own:
@@ -49,9 +52,11 @@ def on(
     values: dict[str, float] | None = None,
     kind: "type[ProgramSoftware] | None" = None,
 ) -> Machine:
-    """The machine with a program of these facts, in which a constant's name stands for its value:
-    that of `values`, or else the one in use. Without any fact the program is Trine. kind: a class
-    of ProgramSoftware, default: ProgramSoftware.
+    """Return the machine as it is with another training program, whose software has these facts.
+
+    facts: fields of ProgramSoftware by name; a text that is a fitted constant's name stands for the
+    value of the constant, in `values` or else the one in use. Without facts the program is Trine.
+    kind: ProgramSoftware, the default, or a class derived from it.
     """
     if not facts:
         return machine
@@ -134,17 +139,19 @@ class ProgramSoftware(Software):
     def products_alike(
         self, job: Job, rows: Column, outs: Column, ins: Column, alike: Column
     ) -> Pass:
+        """Return the seconds of `alike` linear layers of one shape, perhaps in fp8."""
         if self.fp8 and job.number_bytes == 2:
             return fp8_linear(job.machine, rows, outs, ins) * alike
         return unwrap(time_terms.products_alike)(job, rows, outs, ins, alike)
 
     def core_seconds(self, job: Job) -> Pass:
+        """Return the seconds of attention's core, which may write its scores to memory."""
         if not self.keeps_scores or job.number_bytes > 2:
             return unwrap(time_terms.core_seconds)(job)
         return scores_seconds(job, self)
 
     def elementwise_bytes(self, job: Job) -> Pass:
-        """Also dropout, one byte a mask, and what is not fused."""
+        """Add to Trine's bytes those of dropout, with masks of one byte, and of unfused kernels."""
         model, t = job.model, job.layout.tp
         h, size = job.model.hidden / job.sequence_shards, job.number_bytes
         moved = unwrap(time_terms.elementwise_bytes)(job)
@@ -162,10 +169,15 @@ class ProgramSoftware(Software):
         return moved
 
     def operations(self, job: Job) -> Column:
+        """Add to Trine's number of kernels of a block those of what is not fused."""
         more = 12 * (not self.fused_norms) + 12 * (not self.fused_elementwise)
         return unwrap(time_terms.operations)(job) + more + 6 * self.keeps_scores
 
     def selective_seconds(self, job: Job, forward: Column) -> Column:
+        """Return the seconds that selective recomputation takes in a block's backward pass.
+
+        forward: the seconds of the block's forward pass.
+        """
         again = self.recompute_share * forward
         if self.keeps_products:
             other = time_terms.elementwise_bytes(job) * job.tokens
@@ -178,8 +190,11 @@ class ProgramSoftware(Software):
     # ---- Pipeline and traffic --------------------------------------------------------------------
 
     def schedule_seconds(self, job: Job, actions: Seconds, sent: float) -> float:
-        """Megatron-LM's interleaved schedule has a bubble 1/v as long and v times the messages,
-        arXiv 2104.04473 section 2.2; hidden ones are seen until the first has come.
+        """Return the seconds of a step's passes and messages with v = `virtual_stages` chunks.
+
+        Megatron-LM's interleaved schedule has a bubble 1/v as long and v times as many messages
+        (arXiv 2104.04473, section 2.2). With `overlap_messages` only the first ones count. sent:
+        the seconds of a message.
         """
         chunks, count = self.virtual_stages, job.micro_batches
         if chunks == 1:
@@ -189,7 +204,7 @@ class ProgramSoftware(Software):
         return (count + (job.layout.pp - 1) / chunks) * slot + shown * chunks * sent
 
     def message_seconds(self, job: Job) -> Column:
-        """Return also the host's seconds; of chunks with `overlap_messages` none are seen."""
+        """Return the seconds of a message between stages, with the host's; 0 if it is hidden."""
         tp, count = job.layout.tp, job.activation_bytes
         gathered = 0.0
         if self.scatter_p2p:
@@ -201,14 +216,17 @@ class ProgramSoftware(Software):
         return np.where(seen, self.host_per_message + sent + gathered, 0.0)
 
     def sharing(self, job: Job) -> Column:
-        """Ranks over which --zero shards: all that hold the same weights, or those of a node."""
+        """Return how many ranks --zero shards over: all that hold the same weights, or a node's."""
         if not self.shard_in_node:
             return job.shards
         of_node = np.maximum(1, job.machine.node // job.layout.tp)
         return np.where(job.layout.zero > 0, np.minimum(job.shards, of_node), job.shards)
 
     def gather_seconds(self, job: Job, dense: Column, experts: Column) -> Column:
-        """InternEvo sends each rank's part by a broadcast of its own, one after the other."""
+        """Return the seconds of gathering weights after an update.
+
+        InternEvo sends each rank's part by a broadcast of its own, one after the other.
+        """
         tp, ranks = job.layout.tp, self.sharing(job)
         seconds = time_terms.ring_seconds(job, ranks, tp, dense * job.number_bytes) / 2
         over_nodes = ranks * tp > job.machine.node
@@ -216,7 +234,10 @@ class ProgramSoftware(Software):
         return (1 - self.overlap_data) * (seconds + broadcasts)
 
     def reduce_seconds(self, job: Job, dense: Column, experts: Column) -> Column:
-        """Also between nodes, where each has summed over its own ranks: a part for each of them."""
+        """Return the seconds of reducing gradients: within `sharing` ranks, then between nodes.
+
+        Between nodes each rank reduces the part that it has summed within its node.
+        """
         tp, ranks, size = job.layout.tp, self.sharing(job), time_terms.wire_bytes(job)
         whole = np.bool_(self.all_reduce_gradients) | (job.layout.zero == 0)
         summed = time_terms.ring_seconds(job, ranks, tp, dense * size)
@@ -228,25 +249,31 @@ class ProgramSoftware(Software):
     # ---- Memory ----------------------------------------------------------------------------------
 
     def kept_of_block(self, job: Job) -> tuple[Column, Column]:
-        """Return what is kept on the GPU, as the mean over blocks, some in the host's memory."""
+        """Return Trine's kept bytes of a block without the share that waits in host memory."""
         recomputed, whole = unwrap(memory_terms.kept_of_block)(job)
         return (1 - self.offloaded) * recomputed, (1 - self.offloaded) * whole
 
     def most_in_flight(self, job: Job, kept: np.ndarray, ends: list[float]) -> tuple[list, list]:
-        """1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule."""
+        """Return Trine's activations in flight times 1 + (pp - 1) / (pp v), for v chunks.
+
+        So many has Megatron-LM's interleaved schedule, by arXiv 2205.05198.
+        """
         activations, heads = unwrap(memory.most_in_flight)(job, kept, ends)
         pp, chunks = job.layout.pp, self.virtual_stages
         more = 1.0 + (pp - 1) / (pp * chunks) if chunks > 1 else 1.0
         return [more * size for size in activations], [more * count for count in heads]
 
     def gradients_of(self, job: Job, held: Column, sharded: Column) -> Column:
+        """Add to Trine's gradients, in bytes, the flat copies that the program makes."""
         return unwrap(memory_terms.gradients_of)(job, held, sharded) + held * self.workspace_bytes
 
     def buffers_of(self, job: Job) -> Column:
+        """Return the bytes of communication buffers, and of what tensor ranks gather into."""
         gathered = self.gather_buffers * job.activation_bytes
         return self.buffers + np.where(job.layout.tp > 1, gathered, 0.0)
 
     def block_working(self, job: Job) -> Column:
+        """Return the bytes that a block's backward pass needs beside what is kept for it."""
         whole = memory_terms.block_activations(job, True)
         working = unwrap(memory_terms.block_working)(job)
         if self.keeps_scores:
@@ -257,11 +284,13 @@ class ProgramSoftware(Software):
         return np.where(selective & self.keeps_products, whole, working)
 
     def embedding_working(self, job: Job, parts: memory_terms.Parts, kept: Column) -> Column:
+        """Return Trine's bytes of the embedding's backward; 0 for programs that keep scores."""
         return (
             0.0 if self.keeps_scores else unwrap(memory_terms.embedding_working)(job, parts, kept)
         )
 
     def loss_bytes(self, job: Job, parts: memory_terms.Parts, heads: Column) -> Column:
+        """Return the bytes of logits and their copies that a micro-batch's loss holds."""
         each = self.loss_bytes_per_logit or LOGIT_BYTES * self.keeps_scores
         if not each:
             return unwrap(memory_terms.loss_bytes)(job, parts, heads)
@@ -269,13 +298,16 @@ class ProgramSoftware(Software):
         return each * logits * (job.layout.tp if self.gathered_logits else 1)
 
     def kept_selectively(self, job: Job) -> Column:
+        """Return the bytes that a block keeps with selective recomputation."""
         if self.keeps_products:
             return kept_products(job)
         return (1.0 - self.recompute_share) * unwrap(memory_terms.kept_selectively)(job)
 
     def block_activations(self, job: Job, scores: Column) -> Column:
-        """Also dropout's masks, what is not fused, and attention's scores, 5 a s^2 b: masks of
-        one byte, and two copies of half precision.
+        """Add to Trine's bytes those of dropout's masks, of unfused kernels and of the scores.
+
+        Attention's scores take 5 a s^2 b bytes: a mask of one byte, and two copies in half
+        precision.
         """
         model, t = job.model, job.layout.tp
         outside, widths = 0.0, 0.0
@@ -302,10 +334,11 @@ class ProgramSoftware(Software):
         return unwrap(memory_terms.block_activations)(job, scores) + size
 
     def copied_width(self, job: Job) -> Column:
-        """Copies of queries and keys are facts of an engine: `copies_of_attention`."""
+        """Return 0: copies of queries and keys are counted in `copies_of_attention`."""
         return 0.0
 
     def attention_copies(self, job: Job) -> Column:
+        """Return how many copies of attention's result a block keeps beside it."""
         if self.keeps_scores or self.copies_of_attention < 0:
             return 0.0
         return np.maximum(self.copies_of_attention, unwrap(memory_terms.attention_copies)(job))
@@ -315,7 +348,7 @@ class ProgramSoftware(Software):
 
 
 def products_done_again(job: Job) -> Column:
-    """Seconds of the products that `keeps_products` does not keep: k, attention's output, w3."""
+    """Return the seconds of recomputing what `keeps_products` drops: k, attention's output, w3."""
     model = job.model
     forward = [product.forward for product in time_terms.products(job)]
     keys = (model.qkv_width - model.attention_width) / 2 / model.qkv_width
@@ -323,8 +356,10 @@ def products_done_again(job: Job) -> Column:
 
 
 def kept_products(job: Job) -> Column:
-    """Bytes of a block's input, attention's result, and the products that `keeps_products` names.
-    Of w2's product each tensor rank has a sum of its own; both sums are kept reduced as well.
+    """Return the bytes of what a block keeps with `keeps_products`.
+
+    They are its input, attention's result, and the results of q, v, w1 and w2. Of w2's each tensor
+    rank has its own part of the sum; it is kept too, beside the reduced sums.
     """
     model, t = job.model, job.layout.tp
     values = (model.qkv_width - model.attention_width) / 2
@@ -351,7 +386,7 @@ def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pas
 
 
 def scores_seconds(job: Job, engine: ProgramSoftware) -> Pass:
-    """Seconds of attention's core as batched GEMMs and a softmax, forward and backward."""
+    """Return the seconds of q k^T, softmax and p v as batched GEMMs and a softmax kernel."""
     machine, seq, head = job.machine, job.model.seq_length, job.model.head_size
     batch = job.model.heads // job.layout.tp * job.layout.micro_batch_size
     row = 2.0 * 3 * head * batch
@@ -367,7 +402,7 @@ def scores_seconds(job: Job, engine: ProgramSoftware) -> Pass:
 
 
 def fused_softmax(seq: int, batch: Column) -> Column:
-    """Whether Megatron's fused causal softmax takes this shape; else separate kernels run."""
+    """Return whether Megatron's fused causal softmax kernel takes this shape."""
     return np.bool_(16 < seq <= 4096 and seq % 4 == 0) & (batch % 4 == 0)
 
 
@@ -378,8 +413,10 @@ def batched_gemm(
     batch: Column,
     row_bytes: Column,
 ) -> Column:
-    """Seconds of `batch` products (m x k) times (k x n) whose rows are `row_bytes` apart; sizes: m,
-    n and k. Where these are misaligned the tensor cores are not used.
+    """Return the seconds of `batch` products of m x k and k x n matrices in half precision.
+
+    sizes: m, n and k; where n or k is misaligned the tensor cores are not used. row_bytes: bytes
+    from the begin of a row in memory to that of the next one.
     """
     m, n, k = sizes
     traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * op_costs.GEMM_MEMORY)

@@ -66,7 +66,10 @@ class ExpertEngine(ProgramSoftware):
     scans: float = 8.0
 
     def matrices(self, job: Job) -> list:
-        """Also those of `layers`, in place of attention's and the shared MLP's."""
+        """Return (rows, outputs, inputs, number) of a block's matrices, and those of `further`.
+
+        Matrices of `layers`, if there are any, take the place of attention's and the shared MLP's.
+        """
         found = unwrap(time_terms.matrices)(job)
         t = job.layout.tp
         further = [(job.tokens, outs // t, ins, number) for outs, ins, number in self.further]
@@ -85,7 +88,7 @@ class ExpertEngine(ProgramSoftware):
     def products_alike(
         self, job: Job, rows: Column, outs: Column, ins: Column, alike: Column
     ) -> Pass:
-        """Products of experts, with `alike` of 2 and more, are one kernel."""
+        """Return the seconds of `alike` products of one shape; several are a grouped GEMM."""
         single = super().products_alike(job, rows, outs, ins, alike)
         if np.all(np.less(alike, 2)):
             return single
@@ -94,7 +97,7 @@ class ExpertEngine(ProgramSoftware):
         return Pass(*(np.where(np.less(alike, 2), one, many) for one, many in pairs))
 
     def core_seconds(self, job: Job) -> Pass:
-        """Latent attention's kernel takes values that are narrower than keys."""
+        """Return the seconds of attention's core; with latent attention values are narrower."""
         model = job.model
         if not model.is_latent:
             return super().core_seconds(job) * self.attention_layers
@@ -103,28 +106,33 @@ class ExpertEngine(ProgramSoftware):
         return op_costs.attention(job.machine, model.seq_length, mean_width, heads)
 
     def elementwise_bytes(self, job: Job) -> Pass:
-        """Also what Mamba's convolution and scan move."""
+        """Add to the bytes that kernels move those of Mamba's convolution and scan."""
         scan = self.scans * self.scanned * job.number_bytes / job.layout.tp
         return super().elementwise_bytes(job) + Pass(scan, 2 * scan)
 
     def uneven(self, job: Job) -> Column:
+        """Return the rows of the fullest rank's experts over the mean; 1 if routing is balanced."""
         return 1.0 if self.balanced else unwrap(time_terms.uneven)(job)
 
     def permuted(self, job: Job) -> Pass:
-        """One kernel each way, of rows of the width that experts take."""
+        """Return how often a row is read and written to permute it: one kernel each way.
+
+        Rows have the width that experts take.
+        """
         if job.model.experts == 1:
             return Pass(0.0, 0.0)
         share = (self.latent or job.model.hidden) / job.model.hidden
         return Pass(SENT_AND_PERMUTED, SENT_AND_PERMUTED) * share
 
     def router(self, job: Job) -> Pass:
-        """Transformer Engine's: a product in half precision with a result in FP32."""
+        """Return the seconds of Transformer Engine's router: half precision, scores in FP32."""
         model, tokens = job.model, job.tokens // job.layout.tp
         scores = op_costs.moved(job.machine, time_terms.ROUTER_SCORES * model.experts * tokens)
         product = op_costs.linear(job.machine, tokens, model.experts, model.hidden)
         return product + Pass(scores, scores)
 
     def dispatched(self, job: Job) -> Pass:
+        """Return the seconds of sending tokens to experts and back that nothing hides."""
         model = job.model
         width = (self.latent or model.hidden) / model.hidden
         count = width * job.activation_bytes / job.layout.tp * time_terms.uneven(job)
@@ -133,6 +141,7 @@ class ExpertEngine(ProgramSoftware):
         return Pass(shown, shown)
 
     def counts_wait(self, job: Job) -> Column:
+        """Return the seconds in which the host waits for the experts' counts; 0 in a CUDA graph."""
         return 0.0 if self.graphs == "full" else time_terms.COUNTS_WAIT
 
     def operations(self, job: Job) -> Column:
@@ -146,12 +155,15 @@ class ExpertEngine(ProgramSoftware):
         return super().operations(job) - 2 * alike + of_experts
 
     def selective_seconds(self, job: Job, forward: Column) -> Column:
+        """Return the seconds of recomputing the modules in `recomputed`; forward: of a block."""
         return sum(AGAIN[name] for name in self.recomputed) * forward
 
     def further_parameters(self, job: Job) -> Column:
-        """Those of `further` and `layers`, which are in place of attention and the shared MLP.
+        """Return the parameters that `further` and `layers` add to the model's, on a tensor rank.
 
-        The head that predicts further tokens is the model's own.
+        `layers` take the place of attention and of the shared MLP, which are subtracted.
+
+        A head that predicts further tokens is the model's own, so it is not counted.
         """
         vocabulary, matrices = job.model.vocab_size, (*self.layers, *self.further)
         found = sum(n * outs * ins for outs, ins, n in matrices if outs != vocabulary)
@@ -178,7 +190,7 @@ class ExpertEngine(ProgramSoftware):
 
 
 class Kept:
-    """The bytes that a block of Megatron keeps for each token of a micro-batch, by module.
+    """Activation memory of a block of Megatron: bytes for each token of a micro-batch, by module.
 
     A linear layer keeps its input, in fp8 in one byte. Modules in `recomputed` keep nothing.
     """
@@ -189,7 +201,7 @@ class Kept:
         self.of_input = 1.0 if engine.fp8 and engine.keeps_fp8 else 2.0  # bytes of a layer's input
 
     def numbers(self) -> tuple[Column, Column]:
-        """Return the bytes of a token that tp divides, and those that sequence parallelism does."""
+        """Return the bytes a token that tp divides, and those that sequence parallelism does."""
         model, engine = self.job.model, self.engine
         norms = 2.0 * 2 * model.hidden  # the inputs of both norms
         if "layernorm" not in engine.recomputed:
@@ -200,7 +212,7 @@ class Kept:
         return inside + self.mlp_bytes() + self.expert_bytes(), norms + latents
 
     def attention_bytes(self) -> tuple[float, float]:
-        """Return the bytes of queries, keys, values and results, and those of latents."""
+        """Return the bytes a token of queries, keys, values and results, and those of latents."""
         model = self.job.model
         result = (2.0 + self.of_input * (self.of_input < 2)) * model.attention_width
         if "core_attn" in self.engine.recomputed:
@@ -214,7 +226,10 @@ class Kept:
         return up + result, (2.0 + self.of_input) * latents + 2.0 * model.qk_rope_head_dim
 
     def mlp_bytes(self) -> float:
-        """Return the bytes of the MLP that every token takes: the only one, or the shared one."""
+        """Return the bytes a token of the MLP that every token takes: the only or shared one.
+
+        Kept are the first matrices' outputs in bf16, and the input of the last matrix.
+        """
         model = self.job.model
         recomputed = "mlp" if model.experts == 1 else "moe"
         if recomputed in self.engine.recomputed:
@@ -223,7 +238,7 @@ class Kept:
         return (2.0 * model.up_matrices + self.of_input) * width
 
     def expert_bytes(self) -> Column:
-        """Return the bytes of rows that came to this GPU's experts, and of the experts' MLPs."""
+        """Return the bytes a token of rows that came to this GPU's experts, and of their MLPs."""
         model, engine = self.job.model, self.engine
         if model.experts == 1 or "moe" in engine.recomputed:
             return 0.0
@@ -235,7 +250,7 @@ class Kept:
         return model.experts_per_token * self.job.rows_over_mean * each
 
     def layer_bytes(self) -> float:
-        """Return the bytes of `layers`: inputs and outputs that are not as wide as the block."""
+        """Return the bytes a token of `layers`: inputs and outputs not as wide as the block."""
         model = self.job.model
         found = 0.0
         for outs, ins, number in self.engine.layers:
@@ -247,14 +262,17 @@ class Kept:
 def grouped(
     job: Job, engine: ExpertEngine, sizes: tuple[Column, Column, Column], alike: Column
 ) -> Pass:
-    """So many linear layers of rows, outputs and inputs `sizes` in one kernel each way, and in fp8
-    the casts of their rows, unless one kernel does both.
+    """Return the seconds of `alike` linear layers of one shape in a grouped GEMM kernel each way.
+
+    sizes: rows, outputs and inputs of each. In fp8 the casts of their rows are kernels of their
+    own, unless the program has `fused_mlp`.
     """
     (m, n, k), machine = sizes, job.machine
     each = 0.0 if engine.fused_mlp else engine.tile_seconds
     rate = machine.fp8 * machine.fp8_share if engine.fp8 else 1.0
 
     def product(m: Column, n: Column, k: Column) -> Column:
+        """Return the seconds of the grouped products of m x k and k x n."""
         tiles = alike * np.ceil(m / ROWS_OF_TILE) * np.ceil(n / COLUMNS_OF_TILE)
         computed = op_costs.tensor_cores(machine, m, n, k, alike) / rate
         computed = computed + each * np.ceil(tiles / machine.processors)
@@ -268,8 +286,10 @@ def grouped(
 
 
 def exchange(job: Job, count: Column, once: bool) -> Column:
-    """Seconds in which each rank sends its tokens, of `count` bytes, to the ranks of their experts;
-    `once`: one copy to a rank inside a node, and one to another node.
+    """Return the seconds in which each rank sends its tokens to the ranks of their experts.
+
+    count: bytes of a rank's tokens, each once. once: whether a token is sent once to each rank of
+    its node and once to each other node that has some of its experts; else once for each expert.
     """
     chosen, ep, machine = job.model.experts_per_token, job.ep, job.machine
     if not once:

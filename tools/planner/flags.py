@@ -31,19 +31,23 @@ EVERYWHERE = ("config", "gpus_per_node", "calibration", "network")
 RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?) *(?:([KMGT])(B|b|bit)(?:ps|/s)?)?")
 
 
-FASTEST = 1e14  # bytes/s; no network is
+MOST_RATE = 1e14  # bytes/s; a --network as fast as this is a mistake of its unit
 # A number of parameters: 7e9, 7B, 350M, 1.5T.
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:E[+-]?[0-9]+)?)([MBT])?")
 
 
 def network(text: str) -> Network:
-    """Return a network of the command line: by name, or with the measured rate of all ranks."""
+    """Return the network of --network: one of networks.toml by its name, or one of a measured rate.
+
+    text: a name, or the rate that all ranks of a node together reach to other nodes, in GB/s or
+    with a unit. Raise UserError unless the rate is above 0 and below MOST_RATE.
+    """
     if text in networks.names():
         return networks.load(text)
-    measured = 1e9 * rate(text)
-    if not 0 < measured < FASTEST:
-        limit = f"below {FASTEST / 1e9:g}" if measured > 0 else "above 0"
-        raise UserError(f"--network must be {limit}, not {measured / 1e9:g}")
+    measured = 1e9 * rate(text)  # bytes/s
+    if not 0 < measured < MOST_RATE:
+        limit = f"below {MOST_RATE / 1e9:g}" if measured > 0 else "above 0"
+        raise UserError(f"--network must be {limit} GB/s, not {measured / 1e9:g}")
     return Network("", "", measured, measured, "")
 
 

@@ -135,7 +135,7 @@ def _with_batch(run: Config, batch: int) -> Training:
 
 
 def seconds_of(question: Question, layout: Layout, segment: NodeSegment) -> float:
-    """Return the seconds of all steps of a segment."""
+    """Return the predicted seconds of all steps of a segment of a ramp-up, at its batch sizes."""
     if layout.schedule == "auto":  # the run takes a schedule that is never slower than 1F1B
         layout = replace(layout, schedule="1f1b")
     run = question.config

@@ -143,8 +143,9 @@ def fit(rungs: Sequence[Rung], law: Law) -> Fit:
     x = [terms(law, rung.parameters, rung.end, rung.layers) for rung in rungs]
     if max(x) / min(x) < 1.02:
         raise UserError(
-            "the runs of a ladder differ in what the law says of their sizes and tokens; "
-            f"by {law.name} these are all alike: {min(x):.4g} to {max(x):.4g}"
+            f"the {len(rungs)} runs are too alike for a fit: their terms by {law.name} are "
+            f"{min(x):.4g} to {max(x):.4g}, and a ladder needs 2% between them: add a smaller or "
+            "larger run"
         )
     losses = [rung.loss for rung in rungs]
     s, e = np.polyfit(x, losses, 1)

@@ -145,7 +145,7 @@ def _rank_named(
     median: bool,
     every: bool = False,
 ) -> Ranking:
-    """Return the result of `rank` for schedules with a name."""
+    """Return the result of `rank` for schedules other than auto; the arguments are its own."""
     table, rejected = every_layout(asked)
     if table is None:
         return Ranking([], rejected, 0, [])

@@ -328,7 +328,7 @@ def _expert_words(model: ModelShape) -> list[str]:
 
 
 def notes(run: Config, layout: Layout, fp8: bool = False) -> list[str]:
-    """Return what the command has stand-ins for, as texts of one line."""
+    """Return what the user must change or know before running the command, as lines."""
     found = ["--mock-data and NullTokenizer are stand-ins for --data-path and your tokenizer"]
     if layout.tp > 1 or layout.cp > 1:
         found.append("set CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before Blackwell")
@@ -336,7 +336,7 @@ def notes(run: Config, layout: Layout, fp8: bool = False) -> list[str]:
 
 
 def program(version: str) -> Program:
-    """Return Megatron-LM with one release of Megatron Core."""
+    """Return what the planner needs to know of Megatron-LM with a release of Megatron Core."""
     return Program(
         name="megatron",
         version=version,

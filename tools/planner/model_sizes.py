@@ -130,6 +130,7 @@ def near(like: ModelShape, size: float, head_size: int | None = None) -> ModelSh
         )
 
     def off(shape: ModelShape) -> tuple[float, float]:
+        """Return how far off are the parameters, beyond what is near, and width / depth."""
         error = abs(parameters(shape) / size - 1)
         small = _is_small(shape.hidden, shape.heads)
         equal, usual = (SMALL_NEAR, shape.hidden / SMALL_LAYERS) if small else (NEAR, USUAL)

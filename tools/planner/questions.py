@@ -170,6 +170,7 @@ class Question:
             return lambda layout: program.refusal(full, layout)
 
         def refusal(layout: schema.Layout) -> str:
+            """Return train.py's error for a layout, or "" if it runs."""
             try:
                 validation.check_any_length(replace(full, layout=layout), gpus, "GPUs")
             except UserError as error:

@@ -170,7 +170,10 @@ def _without_embedding(model: ModelShape) -> int:
 def _config(
     run: Config, shape: ModelShape, base: ModelShape, layout: Layout, tokens: float, rate: float
 ) -> Config:
-    """Return a run of the recipe: the large one or one of the ladder."""
+    """Return a run of the recipe, the large one or one of the ladder, trained on `tokens`.
+
+    base: the smallest model, from which muP scales the rate.
+    """
     model = reshape(shape, {"mup": base.hidden, "mup_base_layers": base.layers})
     batch = run.training.global_batch_size
     samples = max(1, round(tokens / shape.seq_length / batch)) * batch

@@ -167,7 +167,10 @@ def note_of_unknown(path: str) -> str | None:
     try:
         text, elements = str(unknown["tensors"]), int(unknown["elements"])
     except (LookupError, TypeError, ValueError):
-        raise RunError(f"{path}/run.json has an `unknown` of another form") from None
+        raise RunError(
+            f"{path}/run.json: `unknown` is {unknown!r:.80}, not an object with `tensors` and "
+            "`elements`, a whole number"
+        ) from None
     return (
         f"{path} has a model with {elements:+,} parameters beside those that its options describe, "
         f"which the plan leaves out: {printable(text)}"
@@ -184,7 +187,10 @@ def cluster_of(path: str) -> tuple[str, str]:
     try:
         return str(cluster["device"]), cluster["places"][0]["device"].partition(":")[0]
     except (AttributeError, LookupError, TypeError):
-        raise RunError(f"{path}/run.json has no device and places of ranks") from None
+        raise RunError(
+            f"{path}/run.json does not say on which device the run was: `cluster` lacks `device` "
+            "or the `device` of its first place"
+        ) from None
 
 
 def read(path: str, machine: Machine) -> MeasuredRun:

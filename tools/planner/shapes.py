@@ -81,12 +81,18 @@ def shapes(question: Question) -> Answer:
     layout = base.layout
     found = _candidates(question, size, layout)
     if not found:
-        raise LayoutError(f"no shape of {size / BILLION:.2f} B parameters: give fewer of its sizes")
+        raise LayoutError(
+            f"no shape with the given options has about {size / BILLION:.2f} B parameters: give "
+            "fewer of --hidden, --layers and --heads"
+        )
     found.sort(key=partial(_block_seconds, question, layout))
     lines = {model: _ranked(question, model, layout) for model in found[:CANDIDATES]}
     ranked = [_shape(question, model, line) for model, line in lines.items() if line is not None]
     if not ranked:
-        raise LayoutError(f"none of {len(lines)} shapes of {size / BILLION:.1f} B parameters fits")
+        raise LayoutError(
+            f"none of {len(lines)} shapes of {size / BILLION:.1f} B parameters fits in memory: "
+            "give more GPUs"
+        )
     ranked.sort(key=lambda shape: shape.per_parameter)
     top = options.top if options.top != 20 else TOP
     rows = [HEADS, *(_row(shape, ranked[0]) for shape in ranked[:top])]
@@ -220,7 +226,7 @@ def _block_seconds(question: Question, layout: Layout, model: ModelShape) -> flo
 
 
 def _shape(question: Question, model: ModelShape, line: layouts.Ranked) -> Shape:
-    """Return a shape with its layout and the reasons of its speed."""
+    """Return a model shape with its layout, the efficiency of its GEMMs, and why it is slow."""
     job = Job(model, line.layout, question.config.training, question.machine)
     machine = job.machine
     best, taken, worst = 0.0, 0.0, (0.0, "", (0, 0))
@@ -262,6 +268,7 @@ def waves_of(job: Job, rows: int, outs: int) -> Waves:
     processors = job.machine.processors
 
     def priced(tile: tuple[int, int, float]) -> tuple[float, Waves]:
+        """Return a number that grows with the time of a tile (rows, columns, speed), its waves."""
         height, width, speed = tile
         tiles = -(-rows // height) * -(-outs // width)
         count = -(-tiles // processors)
@@ -306,7 +313,7 @@ HEADS = [
 
 
 def _row(shape: Shape, first: Shape) -> list[str]:
-    """Return a line of the table."""
+    """Return the cells of a line of the table; speed is compared with the `first` line's."""
     model, layout, p = shape.model, shape.line.layout, shape.line.prediction
     return [
         str(model.hidden),

@@ -267,7 +267,7 @@ def _layout_quantities(run: Config, layout: Layout) -> dict[str, Any]:
 
 
 def notes(run: Config, layout: Layout, fp8: bool = False, version: str = NEWEST) -> list[str]:
-    """Return what the command has stand-ins for, as texts of one line."""
+    """Return what the user must change or know before running the command, as lines."""
     model = run.model
     options = releases.options("torchtitan", version)
     data = "--model.hf_assets_path" if options["flavor"] else "--hf_assets_path"
@@ -306,7 +306,7 @@ def _config_notes(run: Config, known: tuple[str, str] | None, fp8: bool, version
 
 
 def program(version: str) -> Program:
-    """Return torchtitan in one release."""
+    """Return what the planner needs to know of a release of torchtitan."""
     return Program(
         name="torchtitan",
         version=version,

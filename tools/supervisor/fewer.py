@@ -87,13 +87,13 @@ class Fewer:
         if answer.ranked:
             self.seconds = answer.ranked[0].prediction.seconds
 
-    def words(self, flags: tuple[str, ...]) -> list[str]:
-        """Return the run's options as words, with these flags in place of the layout's options."""
-        words = list(flags)
+    def options_with(self, flags: tuple[str, ...]) -> list[str]:
+        """Return the run's options as arguments, with these flags in place of the layout's."""
+        arguments = list(flags)
         for group in GROUPS:  # the groups of options: model, layout, data, ...
             if group != "layout":
-                words += to_words(getattr(self.config, group))
-        return words
+                arguments += to_words(getattr(self.config, group))
+        return arguments
 
     def best(self, left: int) -> SmallerLayout:
         """Return the fastest layout on at most `left` nodes that the rehearsal accepts.
@@ -173,7 +173,7 @@ class Fewer:
             words += ["--calibration", self.options.calibration]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "answers.json")
-            error = _run_rehearsal([*words, "--json", str(file), *self.words(found.flags)])
+            error = _run_rehearsal([*words, "--json", str(file), *self.options_with(found.flags)])
             # The text of the fault, "" without a fault, or None if there was no rehearsal.
             finding = json.loads(file.read_text())["finding"] if file.exists() else None
         if finding:

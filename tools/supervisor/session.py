@@ -62,14 +62,13 @@ class Processes:
         for number in STOPS:
             signal.signal(number, self._forward)
 
-    def run(self, words: Sequence[str], reported: Callable[[], bool], end_file: str) -> int:
+    def run(self, argv: Sequence[str], reported: Callable[[], bool], end_file: str) -> int:
         """Run the launcher and return its exit status: 128 + N if signal N ended the launcher.
 
-        words: the launcher's command line. reported: a function that returns whether the ranks have
+        argv: the launcher's command line. reported: a function that returns whether the ranks have
         written a case; the launcher then has SECONDS_TO_END to end. end_file: the file into which
-        the ranks write how they end. If a signal has asked the
-        supervisor to end already, nothing is started and 75 is returned. Raise UserError if the
-        launcher cannot be started.
+        the ranks write how they end. If a signal has asked the supervisor to end already, nothing
+        is started and 75 is returned. Raise UserError if the launcher cannot be started.
         """
         try:
             # Signals wait until the launcher is there: a signal that came between the check of
@@ -78,14 +77,14 @@ class Processes:
             if self.stopped:
                 return STOPPED_EARLY
             self._process = process = subprocess.Popen(
-                words,
+                argv,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=environment_with_end(end_file),
                 preexec_fn=self._prepare,
             )
         except OSError as error:
-            raise FileError(f"cannot start {words[0]}: {error.strerror}") from None
+            raise FileError(f"cannot start {argv[0]}: {error.strerror}") from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         status = self._wait(process, reported)
@@ -257,8 +256,8 @@ class Supervisor:
         before = evidence.files_before(command.out)  # to tell later which files are new
         end_file = evidence.end_file(command.out)
         end_file.unlink(missing_ok=True)
-        words = self._words(nodes)
-        status = self.processes.run(words, lambda: self._look(before), str(end_file))
+        argv = self._command_line(nodes)
+        status = self.processes.run(argv, lambda: self._look(before), str(end_file))
         stopped = self.processes.stopped  # whether a signal asked the supervisor for the end
         end = evidence.read_evidence(command.out, status, before, requested=stopped)
         # After a failure every node of this start is asked whether a task can be started on it.
@@ -277,17 +276,17 @@ class Supervisor:
         journal.add(end, decision)
         return end.status, decision
 
-    def _words(self, nodes: list[str]) -> list[str]:
+    def _command_line(self, nodes: list[str]) -> list[str]:
         """Return the command line that starts the ranks on these nodes.
 
         This is the user's command line if all nodes of the job are used and no node was ever left
         out, or if the launcher chooses the nodes. Otherwise srun gets options that name the nodes,
         and with a layout on fewer nodes the options of the run have that layout's flags.
         """
-        used, flags = self._layout()
+        nodes_of_layout, flags = self._layout()  # 0 and () with the layout of the user
         # Whether the user's command line itself starts the ranks on exactly these nodes.
         as_given = len(nodes) == len(self.command.nodes) and not self.journal.has_left_out
-        options = self.fewer.words(flags) if used and self.fewer else []
+        options = self.fewer.options_with(flags) if nodes_of_layout and self.fewer else []
         return self.command.on([] if as_given else nodes, options)
 
     def _look(self, before: evidence.Files) -> bool:

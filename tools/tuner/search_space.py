@@ -148,7 +148,7 @@ def candidates(
     rejected: dict[tuple, Rejected] = {}
     slower = 0
     main = list(_questions(config, given))
-    further = list(_further_of_zero_3(config, given))
+    further = list(_zero_3_questions(config, given))
     for number, (fixed, share) in enumerate(main + further):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
         # With --schedule auto only the fastest layout of each tp, pp and micro-batch size is taken;
@@ -205,7 +205,7 @@ def _questions(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[st
 def _fixed(config: Config, given: dict[str, list]) -> dict[str, Any]:
     """Return the options of a layout that are fixed, each to a value or to a list of values.
 
-    Of each option of OF_ZERO_3 it is the first value; `_further_of_zero_3` has the others.
+    Of each option of OF_ZERO_3 it is the first value; `_zero_3_questions` has the others.
     """
     fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
     fixed["partition"] = choices("partition")  # the planner itself would try only one partition
@@ -214,13 +214,15 @@ def _fixed(config: Config, given: dict[str, list]) -> dict[str, Any]:
     return fixed
 
 
-def _further_of_zero_3(
+def _zero_3_questions(
     config: Config, given: dict[str, list]
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the questions about layouts with --zero 3 and its own options, as `_questions` does.
+    """Yield questions to the planner about --zero 3 with other values of its own options.
 
-    There is one for each choice of these options but the first. --zero 3 has no pipeline: without
-    pp 1 or without it in the space there is no question.
+    The questions have the form of `_questions`, whose questions have the first value of each option
+    in OF_ZERO_3 (true unless the user gives another). Here there is one question for each other
+    combination of their values. --zero 3 needs pp 1; if the search has no --zero 3 or no pp 1,
+    there is none.
     """
     if 3 not in given.get("zero", [3]) or 1 not in given.get("pp", [1]):
         return
@@ -228,8 +230,8 @@ def _further_of_zero_3(
     fixed = _fixed(config, given) | {"zero": 3, "pp": 1}
     schedules = [name for name in given.get("schedule", []) if name != "auto"]
     fixed["schedule"] = schedules or ["1f1b"]  # they are the same without a pipeline
-    for choice in others:
-        yield fixed | dict(zip(OF_ZERO_3, choice, strict=True)), ALL_BLOCKS
+    for values in others:
+        yield fixed | dict(zip(OF_ZERO_3, values, strict=True)), ALL_BLOCKS
 
 
 def choices(option: str) -> list:
@@ -323,7 +325,10 @@ def tried_models(texts: list[str]) -> list[str]:
     """
     values = [text.removeprefix("model=") for text in texts if text.startswith("model=")]
     if len(values) > 1 or (any(not name for name in ",".join(values).split(",")) and values):
-        raise UserError(f"--try model=A,B names models, once, not {' '.join(values)!r}")
+        given = " ".join(f"model={value}" for value in values)
+        raise UserError(
+            f"--try model=A,B takes one list of models, in which no name is empty, not {given!r}"
+        )
     return values[0].split(",") if values else []
 
 
