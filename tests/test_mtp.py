@@ -26,11 +26,13 @@ from architecture import model_stats, tensors
 from base.errors import UserError
 from checkpointing import hf_export
 from config import schema, validation
+from config.command_line import parse
 from data import Batch
 from distributed.mesh import Mesh
 from model import Stage
 from parallel import ParamFactory
 from schedules import partition
+from tools.checker import causes, recorder
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -293,3 +295,19 @@ def test_check_finds_a_mean_over_the_targets_of_a_replica(tmp_path):
     outcome = test_ideas.check(code, words, ("dp 2",))
     assert outcome.status == 1, outcome
     assert "blocks.2" in outcome.out
+
+
+def test_check_names_the_parts_of_a_module_as_its_parameters():
+    """check.py says by these names where a tensor is; a wrong loss of later tokens shows first in
+    the gradient of the last norm, in whose line its causes are named.
+    """
+    options = ["--layers=2", "--hidden=16", "--heads=2", "--seq-length=8", "--vocab-size=31"]
+    options += ["--mtp-depth=2", "--no-tied", "--positions=rotary", "--device=cpu", "--steps=1"]
+    (stage,) = trainer.build(validation.check(parse(options), 1)).pipeline.stages.values()
+    parts = dict(recorder._parts(stage))
+    assert {"blocks.2", "blocks.2.mtp.join", "blocks.3.mtp.norm"} <= set(parts)
+    for name, part in parts.items():
+        if name != "next_tokens":  # the embedding's matrix
+            assert {p.spec.name.startswith(f"{name}.") for p in part.parameters()} == {True}, name
+    key = (1, "gradient of output", "blocks.3.mtp.norm")
+    assert causes._backward(None, key, None) == causes.WORDS["backward"]["predicted"]

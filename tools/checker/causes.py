@@ -131,6 +131,8 @@ def _backward(reference: Reference, key: Key, layout: Layout) -> str:
     forward = kind.removeprefix("gradient of ")
     if without_call(key)[2] == "head" and forward == "output":
         return WORDS["backward"]["losses"]
+    if name.endswith(".mtp.norm") and forward == "output":
+        return WORDS["backward"]["predicted"]
     after = without_call(_after(reference, (step, forward, name)))
     if after[2].endswith(".router.choice"):
         return _for(WORDS["backward"]["experts"], layout)

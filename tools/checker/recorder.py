@@ -368,12 +368,15 @@ def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the parts of a stage with their names in the whole model."""
     if stage.embedding is not None:
         yield "embedding", stage.embedding
-    for number, block in enumerate(stage.blocks, stage.spec.first):
+    for number, block in stage.numbered_blocks():
         yield f"blocks.{number}", block
     if stage.head is not None:
         yield "head", stage.head
+    # Beside its block, a module of multi-token prediction is named as its parameters are.
     for number, predictor in enumerate(stage.predictors, stage.layers):
-        yield f"blocks.{number}", predictor
+        for name, part in predictor.named_children():
+            if part is not predictor.block:
+                yield f"blocks.{number}.mtp.{name}", part
     if stage.predictors:
         yield "next_tokens", stage.next_tokens
 
