@@ -35,6 +35,7 @@ from layers.attention import KeyValueCache
 from layers.linear_recurrence import linear_recurrence
 from layers.mixers import CLASSES, document_offsets
 from parallel import ParamFactory
+from tools.checker import causes
 
 SIZES = {"mixer_key_heads": 2, "mixer_value_heads": 6, "mixer_key_size": 8, "mixer_value_size": 5}
 FACTORY = ParamFactory(Mesh(), torch.float64)
@@ -476,3 +477,17 @@ def test_planned_memory_is_what_a_mixer_keeps(mixer, sizes):
     job = Job(model, Layout(dp=1), Training(precision="fp32"), machine)
     planned = float(costs.mixer_terms.kept_bytes(job, True))
     assert planned == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("input", "blocks.0.gated_delta_net", "the residual sum"),
+        ("output", "blocks.0.kda.decay", "the first matrices of the mixer"),
+        ("input", "blocks.0.mamba2.out", "its recurrence"),
+        ("input", "blocks.0.short_conv.out", "the gated causal convolution"),
+        ("output", "blocks.0.mamba2", "the output matrix of the mixer"),
+    ],
+)
+def test_check_has_words_for_what_a_mixer_computes(kind, name, words):
+    assert words in causes._forward(SimpleNamespace(tensors={}), (1, kind, name))
