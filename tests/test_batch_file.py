@@ -91,7 +91,7 @@ def test_what_the_user_gave_stays_and_a_slow_step_is_told_earlier(tmp_path):
     ("words", "sentence"),
     [
         ("--model llama-2-70b --gpu a100-40 --gpus 8", "no layout fits at --risk"),
-        (f"{MODEL} --gpu h100 --gpus 9 --global-batch-size 63", "not as many on each of 2 nodes"),
+        (f"{MODEL} --gpu h100 --gpus 9 --global-batch-size 63", "do not divide equally among 2 nodes"),
     ],
 )
 def test_what_cannot_be_submitted_is_a_sentence(words, sentence, tmp_path):

@@ -118,7 +118,7 @@ def test_the_curve_of_the_large_run_ends_at_its_prediction(runs, tmp_path):
     ("words", "message"),
     [
         ("RUN0 RUN1", "a ladder has 3 runs or more, not 2"),
-        ("RUN0 RUN0 RUN0", "by chinchilla these are all alike"),
+        ("RUN0 RUN0 RUN0", "too alike for a fit: their terms by chinchilla"),
         ("RUN0 RUN1 RUN2 --law x", "--law 'x': there are chinchilla, gemstones"),
         ("RUN0 RUN1 RUN2 --write e.json", "--write writes the curve of the run of --for-run"),
     ],
