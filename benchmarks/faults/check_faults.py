@@ -78,7 +78,8 @@ and operations; the other, `after an evaluation of the average --zero 3 keeps it
 does not occur, since Muon is refused with ZeRO 3.
 
 Right runs: of 200 drawn ones (check.py --random 10 --layouts 1 --seed 21, 22, ... 40), each in one
-random layout, none was accused.
+random layout, none was accused. On 2026-11-30 56 more, with mixers, with muP and without, had 230
+layouts, none of which differs.
 
 A call by itself, on two cores that did nothing else (14:25): `check.py` alone, a dense model, 59
 layouts in 81 s, the first verdict after 6 s; a model of 64 experts (`--experts 64
