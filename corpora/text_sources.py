@@ -418,11 +418,12 @@ def objects_of(
 
 
 def _named(value: Any) -> str:
-    """The kind of a value that is no text, in JSON's words."""
+    """Return what a value is that is no text, in JSON's words where it has them."""
     if value is None:
         return "null"
     words = {bool: "true or false", list: "a list", dict: "an object", bytes: "bytes"}
-    return words.get(type(value), "a number")
+    words |= {int: "a number", float: "a number"}
+    return words.get(type(value), f"a {type(value).__name__}")
 
 
 def _without_mark(begin: bytes) -> bytes:

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from benchmarks.faults.check_faults import BLIND, FAULTS, PUBLIC, ROOT, edits, faults_of
+from base.errors import UserError
+from benchmarks.faults.check_faults import BLIND, FAULTS, PUBLIC, ROOT, faults_of, planted
 
 LISTS = {"check": [FAULTS], "public": [FAULTS, PUBLIC], "blind": [FAULTS, BLIND]}
 
@@ -20,13 +21,10 @@ def test_each_fault_has_its_text_once_and_is_python(name, tmp_path):
     faults, _ = faults_of(LISTS[name])
     wrong = []
     for number, fault in enumerate(faults):
-        text = "\n" + (ROOT / fault["file"]).read_text()
-        for find, replace in edits(fault):
-            begin = "\n" if find.startswith(" ") else ""  # whole lines keep their indentation
-            if (times := text.count(begin + find)) != 1:
-                wrong.append(f"{fault['name']}: {fault['file']} has its text {times} times")
-            text = text.replace(begin + find, begin + replace)
-        (tmp_path / f"{number}.py").write_text(text)
+        try:
+            (tmp_path / f"{number}.py").write_text(planted(fault, ROOT))
+        except UserError as error:
+            wrong.append(str(error))
     assert not wrong, "\n".join(wrong)
     undefined = ["check", "--isolated", "--quiet", "--select", "F821,F823", str(tmp_path)]
     done = subprocess.run(

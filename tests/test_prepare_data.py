@@ -156,6 +156,7 @@ def test_stdlib_leaves_out_packages_and_tests(tmp_path, monkeypatch):
         ('{"body": "b", "id": 1}', r"bad\.jsonl:4 has no key 'text', but 'body', 'id'"),
         ('["text"]', r"bad\.jsonl:4 has no key 'text'"),
         ('{"text": 7}', r"bad\.jsonl:4 has a number as 'text', not a text"),
+        ('{"text": true}', r"bad\.jsonl:4 has true or false as 'text', not a text"),
         ('{"text": null}', r"bad\.jsonl:4 has null as 'text', not a text"),
     ],
 )

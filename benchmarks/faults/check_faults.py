@@ -116,17 +116,19 @@ def edits(fault: dict[str, Any]) -> list[tuple[str, str]]:
     return list(zip(*texts, strict=True))
 
 
-def plant(fault: dict[str, Any], folder: Path) -> None:
-    """Replace the fault's texts in a copy; UserError unless each is there once."""
-    path = folder / fault["file"]
-    text = path.read_text()
+def planted(fault: dict[str, Any], root: Path) -> str:
+    """Return the text of the fault's file with the fault; UserError unless its texts are there.
+
+    Each must be there once. One that begins with an indentation is of whole lines: in the middle of
+    a line it would be another function's, and the fault would end the run.
+    """
+    text = "\n" + (root / fault["file"]).read_text()
     for find, replace in edits(fault):
-        if text.count(find) != 1:
-            raise UserError(
-                f"{fault['name']}: {fault['file']} has its text {text.count(find)} times"
-            )
-        text = text.replace(find, replace)
-    path.write_text(text)
+        begin = "\n" if find.startswith(" ") else ""
+        if (times := text.count(begin + find)) != 1:
+            raise UserError(f"{fault['name']}: {fault['file']} has its text {times} times")
+        text = text.replace(begin + find, begin + replace)
+    return text.removeprefix("\n")
 
 
 def add_rule(rule: str, folder: Path) -> str:
@@ -145,7 +147,7 @@ def asked(runs: dict[str, str], fault: dict[str, Any], rule: str = "") -> list[d
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_of_code(folder)
-        plant(fault, folder)
+        (folder / fault["file"]).write_text(planted(fault, folder))
         words = f"{runs.get(fault.get('run', ''), '')} {fault.get('options', '')}"
         options = shlex.split(f"{words} {add_rule(rule, folder) if rule else ''}")
         began = time.monotonic()

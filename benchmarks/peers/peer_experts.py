@@ -1,9 +1,8 @@
 """A peer of Trine with experts: expert parallelism by hand, on plain tensors.
 
-Each of several ranks has its own samples, all weights but those of the
-experts, and a part of every block's experts. Tokens travel to their experts and back by
-`all_to_all_single`. The gradients of what all ranks have are summed in one tensor; experts need no
-sum.
+Each of several ranks has its own samples, all weights but those of the experts, and a part of every
+block's experts. Tokens travel to their experts and back by `all_to_all_single`. The gradients of
+what all ranks have are summed in one tensor; experts need no sum.
 """
 
 from pathlib import Path

@@ -61,7 +61,8 @@ SHAPES = {
     "tiny experts": Shape(2, 32, 4, 128, 16, 2, 2, experts=4, chosen=2, ffn=48),
     "tiny hybrid": Shape(4, 32, 4, 128, 80, 2, 2, more=HYBRID.format(kv=2, key=2, value=4, size=8)),
 }
-STEPS = {"4 x 256": 4, "8 experts": 2, "tiny": 2, "tiny experts": 2, "tiny hybrid": 2}  # in a block
+STEPS = {"4 x 256": 4, "8 x 512": 1, "8 experts": 2, "hybrid": 1}  # in a block
+STEPS |= {"tiny": 2, "tiny experts": 2, "tiny hybrid": 2}
 
 PARTS = {
     "plain": "plain PyTorch loop",
@@ -119,23 +120,26 @@ ROWS = (
 
 
 @contextmanager
-def sides_of(row: Row, folder: Path) -> Iterator[list[Side]]:
-    """Trine and its peers, ready for commands and on the same cores; they end with the block. Each
-    starts alone: some time their passes before the first step.
+def sides_of(row: Row) -> Iterator[list[Side]]:
+    """Trine and its peers, with equal weights, ready for commands and on the same cores; they end
+    with the block. Each starts alone: some time their passes before the first step.
     """
     sides: list[Side] = []
-    try:
-        for i, peer in enumerate(("", *row.peers)):
-            label, words = program(row, peer, folder, i)
-            ranks = 1 if peer == ONE_RANK else row.ranks
-            sides.append(Side(label, words, ranks, folder / str(i)))
-            sides[-1].wait_until_ready()
-        for side in sides[1:]:
-            side.bind(sides[0].cores())
-        yield sides
-    finally:
-        for side in sides:
-            side.end()
+    with tempfile.TemporaryDirectory(prefix="peers-") as name:
+        folder = Path(name)
+        write_weights(row, folder / "weights")
+        try:
+            for i, peer in enumerate(("", *row.peers)):
+                label, words = program(row, peer, folder, i)
+                ranks = 1 if peer == ONE_RANK else row.ranks
+                sides.append(Side(label, words, ranks, folder / str(i)))
+                sides[-1].wait_until_ready()
+            for side in sides[1:]:
+                side.bind(sides[0].cores())
+            yield sides
+        finally:
+            for side in sides:
+                side.end()
 
 
 def program(row: Row, peer: str, folder: Path, number: int) -> tuple[str, list[str]]:
@@ -191,13 +195,11 @@ def account(row: Row, rounds: int) -> list[str]:
     Waiting: the thread of the steps was not on a core. Python: it was, and in no operation of
     torch. The seconds of operations are those under torch's profiler, all others those without it.
     """
-    with tempfile.TemporaryDirectory(prefix="peers-") as name:
-        write_weights(row, Path(name) / "weights")
-        with sides_of(row, Path(name)) as sides:
-            steps = STEPS.get(row.shape, 1)
-            blocks = measure(sides, steps, rounds)
-            profiled = in_turns([functools.partial(side.run, -steps) for side in sides], rounds)
-            labels = [side.label for side in sides]
+    steps = STEPS[row.shape]
+    with sides_of(row) as sides:
+        blocks = measure(sides, steps, rounds)
+        profiled = in_turns([functools.partial(side.run, -steps) for side in sides], rounds)
+        labels = [side.label for side in sides]
     lines = []
     for label, plain, watched in zip(labels, blocks, profiled, strict=True):
         step, busy = (
@@ -215,13 +217,11 @@ def account(row: Row, rounds: int) -> list[str]:
 
 def compare(row: Row, rounds: int) -> list[str]:
     """Measure one row; its lines of the table. SideError if a side fails or does not agree."""
-    with tempfile.TemporaryDirectory(prefix="peers-") as name:
-        write_weights(row, Path(name) / "weights")
-        with sides_of(row, Path(name)) as sides:
-            blocks = measure(sides, STEPS.get(row.shape, 1), rounds)
-            labels = [side.label for side in sides]
+    with sides_of(row) as sides:
+        blocks = measure(sides, STEPS[row.shape], rounds)
+        labels = [side.label for side in sides]
     shape = SHAPES[row.shape]
-    tokens = STEPS.get(row.shape, 1) * shape.samples(row.dp) * shape.seq
+    tokens = STEPS[row.shape] * shape.samples(row.dp) * shape.seq
     seconds = [[block.seconds for block in own] for own in blocks]
     rates = [f"{tokens / statistics.median(each):,.0f}" for each in seconds]
     memory = [" + ".join(f"{peak / 2**20:.0f}" for peak in own[-1].peaks) for own in blocks]
@@ -245,7 +245,7 @@ def header(rounds: int, words: list[str], accounts: bool) -> str:
     lines = head("Trine beside torch's own parallel parts", command, "gloo, fp32, 1 thread a rank.")
     for name, shape in SHAPES.items():
         if "tiny" not in name:
-            lines.append(f"* `{name}`: {shape}; {STEPS.get(name, 1)} steps a block")
+            lines.append(f"* `{name}`: {shape}; {STEPS[name]} steps a block")
     if accounts:
         columns = ["row", "side", "step", *KERNELS, "Python", "waiting"]
         return "\n".join(

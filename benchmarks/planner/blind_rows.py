@@ -61,10 +61,12 @@ def cells(rows: Sequence[StatedRow], guesses: dict[str, Guess]) -> list[str]:
     """Rows, mean and median and largest error of time and the signed mean, in per cent, and the
     shares of rows below the line of 80 in 100 and within the interval of 90.
     """
-    ratios = [guesses[row.id].seconds / row.seconds for row in rows if row.seconds]
-    sizes = [abs(ratio - 1) for ratio in ratios]
-    figures = statistics.mean(sizes), statistics.median(sizes), max(sizes)
-    bias = 100 * (statistics.mean(ratios) - 1)
+    off = source_accuracy.off_by(
+        [guesses[row.id].seconds / row.seconds for row in rows if row.seconds]
+    )
+    if off is None:
+        return ["0", *["-"] * 6]
+    sizes = [f"{100 * off[name]:.1f}" for name in ("mean", "median", "largest")]
     below = [row.seconds <= guesses[row.id].line for row in rows if row.seconds]
     inside = [
         guesses[row.id].interval[0] <= row.seconds <= guesses[row.id].interval[1]
@@ -72,7 +74,7 @@ def cells(rows: Sequence[StatedRow], guesses: dict[str, Guess]) -> list[str]:
         if row.seconds
     ]
     shares = [f"{100 * statistics.mean(each):.0f}" for each in (below, inside)]
-    return [str(len(ratios)), *(f"{100 * each:.1f}" for each in figures), f"{bias:+.1f}", *shares]
+    return [str(off["n"]), *sizes, f"{100 * off['bias']:+.1f}", *shares]
 
 
 def memory_cells(rows: Sequence[StatedRow], guesses: dict[str, Guess]) -> list[str]:
