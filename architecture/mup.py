@@ -36,6 +36,7 @@ the scores q k are divided by d / sqrt(base) in place of sqrt(d).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,16 +124,16 @@ def without_mup(model: ModelShape, keeps_scales: bool) -> ModelShape:
     return dataclasses.replace(plain, **folded)
 
 
-WITH_RATES = ("adamw", "adamw8bit", "apex", "muon")
+def check_mup(model: ModelShape, optimizer: str, with_rates: Sequence[str]) -> None:
+    """Raise UserError if muP does not have a part of the model, or the rates of the optimizer.
 
-
-def check_mup(model: ModelShape, optimizer: str) -> None:
-    """Raise UserError if muP does not have a part of the model, or the rates of the optimizer."""
+    with_rates: the optimizers whose rates it has.
+    """
     if not model.mup and not model.mup_base_layers:
         return
     flag = f"--mup {model.mup}" if model.mup else f"--mup-base-layers {model.mup_base_layers}"
-    if optimizer not in WITH_RATES:
-        *others, last = WITH_RATES
+    if optimizer not in with_rates:
+        *others, last = with_rates
         known = f"{', '.join(others)} and {last}"
         raise UserError(f"{flag} has rates for --optimizer {known}, not {optimizer}")
     if model.mup and model.embedding_scaled:

@@ -17,7 +17,7 @@ from architecture.rotary_scaling import rotary_scaling
 from architecture.shape import ROTARY_OPTIONS, ModelShape
 from base.errors import LayoutError, UserError
 from base.options import Needs, as_typed
-from config.optimizers import OPTIMIZERS
+from config.optimizers import OPTIMIZERS, WITH_MUP
 from config.phases import prefixes_of
 from config.run_lengths import check_rate
 from config.run_options import Run, parse_eval_sets, parse_task_files
@@ -43,7 +43,7 @@ def check(config: Config, ranks: int, name: str = "ranks") -> Config:
     parse_task_files(config.data.eval_tasks or ())
     _check_objective(config)
     check_sharding(layout, config.training)
-    check_mup(config.model, config.training.optimizer)
+    check_mup(config.model, config.training.optimizer, WITH_MUP)
     check_joint_matrices(config.model, layout, config.training)
     _check_experts(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)

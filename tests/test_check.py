@@ -30,7 +30,7 @@ from tools.checker.alone import findings
 from tools.checker.causes import explanations, operations, shared, title
 from tools.checker.compare import Reference, SeenPieces, first_difference
 from tools.checker.corpora import write_corpora
-from tools.checker.drawn import drawn
+from tools.checker.drawn import drawn, new_choices
 from tools.checker.layouts import AXES, VALUES, cover, name_of, ranks_of, read, some, to_resume
 from tools.checker.recorder import Piece
 from tools.checker.runs import CheckedRun, Worker
@@ -474,6 +474,14 @@ def test_right_layouts_are_equal():
 
 
 @pytest.mark.slow
+def test_a_choice_that_no_table_names_is_drawn():
+    """Such as a new optimizer, whose writer need not know of the tables."""
+    named = {"run": {"optimizer": [1, "adamw", "muon"], "lr_schedule": [0.5, "cosine"]}}
+    assert new_choices(named, "optimizer") == ["adafactor", "sgd"]
+    assert "constant" in new_choices(named, "lr_schedule")
+    assert new_choices(named, "norm") == [], "it is in no table"
+
+
 def test_options_narrow_what_is_drawn():
     """Each drawn run has the given options, and of the others those that go with them."""
     words = ["--optimizer", "muon", "--set", "kv_lora_rank=12"]

@@ -15,10 +15,12 @@ from ranks import ROOT, Outcome, fork_rehearsal, start
 from rehearsal_cases import CASES
 
 import rehearse
+from config.schema import Layout
 from costs import memory
-from schedules.orders import ORDERS
+from schedules.orders import ORDERS, build
 from tools.emulator.matching import RunTraces, deadlock, mismatches
 from tools.emulator.recording import LOAD, READ, Event
+from tools.emulator.rehearsal import enough_micro_batches
 
 SHAPE = (
     "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --set pad_vocab_multiple=4 "
@@ -319,6 +321,24 @@ def test_the_precision_is_that_which_the_planner_takes_on_the_machine(gpu, preci
     planned = fork_rehearsal("plan.py", "layouts", *words.split())
     assert planned.status == 0, planned.err
     assert f"--precision {precision}" in planned.out
+
+
+# Ranks, and stages of each where the schedule lets one choose.
+PIPELINES = [(2, 2), (2, 3), (3, 2), (4, 2), (4, 4), (8, 2)]
+
+
+@pytest.mark.parametrize("name", ["keeps all", *ORDERS])
+def test_a_step_is_shortened_only_to_what_holds_as_much(name, monkeypatch):
+    """A schedule that the rehearsal does not know by name is judged by its order too."""
+    monkeypatch.setitem(ORDERS, "keeps all", ORDERS["gpipe"])
+    for ranks, virtual in PIPELINES:
+        layout = Layout(schedule=name, pp=ranks, virtual_stages=virtual)
+        for count in (*range(ranks, 3 * ranks + 4), 40, 41, 63):
+            fewer = enough_micro_batches(layout, count)
+            held = [build(name, ranks, n, layout.stages_per_rank).peak for n in (fewer, count)]
+            assert held[0] == held[1], (ranks, virtual, count, fewer)
+            if name in ("1f1b", "zb-h1"):
+                assert fewer == min(count, ranks + 2), "no more are needed"
 
 
 @pytest.mark.slow

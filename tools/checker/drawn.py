@@ -23,7 +23,7 @@ from config.schema import all_options
 # For each option, how often it is given, and its values; without values: one of its choices.
 Table = dict[str, list[Any]]
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-NOT_DRAWN = TABLES.pop("not drawn")["names"]
+NOT_DRAWN, CHOICES_NOT_DRAWN = TABLES.pop("not drawn").values()
 # Options of the model, of training and of data that are in no table are new: they are drawn with
 # values that their declarations say.
 NAMED = {name for table in TABLES.values() for name in table}  # and names of places
@@ -33,6 +33,23 @@ NEW = [
     for field in dataclasses.fields(group)
     if field.name not in NAMED and field.name not in NOT_DRAWN and examples(field)
 ]
+
+
+def new_choices(tables: Mapping[str, Any], option: str) -> list[Any]:
+    """Return the choices of an option that no table names, such as a new optimizer.
+
+    The default is not among them: a run that does not draw the option has it. Nor is a choice of an
+    option with a row that has no values, which stands for all choices.
+    """
+    declared = all_options()[option]
+    rows = [row[1:] for table in tables.values() if isinstance(row := table.get(option), list)]
+    if not all(rows):
+        return []
+    known = {declared.default, *CHOICES_NOT_DRAWN.get(option, ())}.union(*rows)
+    return [choice for choice in declared.metadata["choices"] or () if choice not in known]
+
+
+NEW_CHOICES = {option: new_choices(TABLES, option) for option in NAMED & all_options().keys()}
 PLACES = TABLES["places of mixers"]  # how often each is drawn
 RESETS = ("reset_attention", "eod_token")
 OFTEN = 0.3  # how often a new one is given
@@ -92,7 +109,9 @@ def _words(chance: random.Random, given: Mapping[str, Any]) -> list[str]:
 
 def _of_mixer(chance: random.Random, mixer: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return keys of a mixer, and where it is. options: those of the run, which are made to fit."""
-    keys = _some(chance, TABLES["keys of mixers"]) | _some(chance, TABLES[f"keys of {mixer}"])
+    keys = _some(chance, TABLES["keys of mixers"]) | _some(
+        chance, TABLES.get(f"keys of {mixer}", {})
+    )
     [place] = chance.choices([*PLACES], [*PLACES.values()])
     keys |= _some(chance, TABLES[f"places {place}"])
     pattern = keys.get("hybrid_pattern", "")
@@ -126,5 +145,6 @@ def _some(chance: random.Random, table: Table) -> dict[str, Any]:
     found = {}
     for name, (often, *values) in table.items():
         if chance.random() < often:
+            values += NEW_CHOICES.get(name, [])
             found[name] = chance.choice(values or all_options()[name].metadata["choices"])
     return found

@@ -120,6 +120,8 @@ class CheckPlan:
         most = max(map(ranks_of, every))
         line = f"{number} of up to {most} ranks, each against one rank in {precision}"
         parts = [f"{len(each.layouts)} with {each.name}" for each in self.others]
+        if going_on := sum(len(resume.going_on) for resume in self.resumes()):
+            parts.append(f"then {going_on} more that go on from a saved run")
         yield f"{line}; {', '.join(parts)}" if parts else line
         if self.is_limited:
             yield f"not covered: most pairs of axes; without --layouts, those of {self.ranks} ranks"

@@ -8,9 +8,9 @@
 The trainer is the real one. Replaced are the tensors' elements (there are none), the other ranks,
 the disk, the store, and the tokens. Every number that the host reads is 1.
 
-The second step has as many micro-batches as a step of the run, but at most stages + 2 (unless the
-schedule is gpipe): then every stage has reached its steady state, and more micro-batches would hold
-no more memory. The first step, which makes the optimizer's state, has at most two micro-batches.
+The second step has as many micro-batches as a step of the run, or the fewest with which every stage
+reaches its steady state and each rank holds as much as in the run: see `enough_micro_batches`. The
+first step, which makes the optimizer's state, has at most two micro-batches.
 
 A rehearsal runs only some ranks of the world; each other rank is assumed to do what one of them
 does.
@@ -50,12 +50,13 @@ from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from checkpointing.writer import Writer
 from config.mesh_axes import coordinates
-from config.schema import Config
+from config.schema import Config, Layout
 from config.timeline import Timeline
 from distributed import preflight
 from distributed.parent_death import end_with_parent
 from distributed.placement import allowed_cores, nodes_sent_once
 from inference.decoding import Decoder, SamplingParams
+from schedules.long_schedule import long_layout
 from telemetry import replica_check, step_stats
 from tools.emulator.fake_devices import fake_devices, replaced
 from tools.emulator.matching import RunTraces
@@ -317,10 +318,7 @@ def shortened(config: Config) -> Config:
     layout = config.layout
     training = config.training
     largest_batch = max(level.batch for level in Timeline(config).levels)
-    micro_batches = layout.micro_batches(largest_batch)
-    if layout.schedule != "gpipe":  # GPipe keeps all micro-batches, so its peak needs all
-        steady = layout.stages + 2  # with so many micro-batches all stages reach the steady state
-        micro_batches = min(micro_batches, steady)
+    micro_batches = enough_micro_batches(layout, layout.micro_batches(largest_batch))
     # Both steps have the same batch size, so the options of a growing batch are cleared; the run
     # ends after STEPS steps, so a number of samples is cleared too.
     constant: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
@@ -337,6 +335,32 @@ def shortened(config: Config) -> Config:
     run = dataclasses.replace(config.run, **quiet)
     config = dataclasses.replace(config, training=training, data=synthetic_data, run=run)
     return _with_micro_batches(config, micro_batches)
+
+
+def enough_micro_batches(layout: Layout, micro_batches: int) -> int:
+    """Return the fewest micro-batches with which each rank holds as much as with `micro_batches`.
+
+    With two more than there are stages, all stages reach the steady state. What is held then is
+    read from the order of the schedule itself: GPipe keeps all micro-batches, so it needs them all,
+    and an interleaved schedule holds the most while a group of the run's size passes.
+    """
+    held = _held(layout, micro_batches)
+    steady = layout.stages + 2
+    # The groups of an interleaved schedule recur after `pp` micro-batches.
+    for count in range(steady, min(steady + 2 * layout.pp, micro_batches)):
+        if _held(layout, count) == held:
+            return count
+    return micro_batches
+
+
+def _held(layout: Layout, micro_batches: int) -> list[tuple[float, ...]]:
+    """Return what each rank holds at most: of stages of one size, and of growing and falling ones.
+
+    Three sizes, because a rank with several stages may hold as many activations of other stages.
+    """
+    order = long_layout(layout, micro_batches)
+    growing = range(1, layout.stages + 1)
+    return [order.most_held(sizes) for sizes in ([1] * layout.stages, growing, growing[::-1])]
 
 
 def _with_micro_batches(config: Config, count: int) -> Config:

@@ -25,6 +25,7 @@ from architecture.mup import check_mup
 from architecture.shape import ModelShape
 from base.errors import LayoutError, UserError
 from config.command_line import reshape
+from config.optimizers import WITH_MUP
 from config.schema import GROUPS, Config, Layout
 from tools.planner import model_sizes
 from tools.planner.scaling_laws import BATCH_LAWS, RATE_LAW
@@ -132,7 +133,7 @@ def make(run: Config, layout: Layout, tokens: float, loss: float) -> Recipe:
         small = Layout(dp=1, micro_batch_size=_micro_batch(layout, samples))
         rungs.append(_config(replace(run, training=training), shape, base, small, read, rate))
     batches = {law.name: law.tokens(size, tokens, loss) for law in BATCH_LAWS}
-    check_mup(run.model, run.training.optimizer)
+    check_mup(run.model, run.training.optimizer, WITH_MUP)
     return Recipe(run, tuple(rungs), batches)
 
 
