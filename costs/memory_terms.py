@@ -12,6 +12,7 @@ blocks, the embedding, the head. A formula with the decorator `term` can be repl
 training program's; `mean_of_kinds` applies a formula to each kind of block, and takes the mean.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -600,16 +601,23 @@ def reduced_bytes(job: Job) -> Column:
 def block_working(job: Job) -> Column:
     """Return the temporary memory of a block's backward pass for one micro-batch, in bytes.
 
-    With full recomputation it is all activations of the block. Otherwise it is the gradients of the
-    block's output and input: other temporary tensors reuse memory that was freed before. With
-    experts, the gradients of the rows sent to the experts and of their results are added.
+    With full recomputation it is all activations of the largest block. Otherwise it is the
+    gradients of a block's output and input: other temporary tensors reuse memory that was freed
+    before. With experts, the gradients of the rows sent to the experts and of their results are
+    added; with a mixer, what its own backward takes.
     """
     gradients = 2.0 * job.activation_bytes / job.sequence_shards
     computed = job.model.experts_per_token * (job.model.experts > 1) * job.rows_over_mean
     expert_rows = 2.0 * computed * job.activation_bytes / job.layout.tp
-    recomputed = block_activations(job, True)
     is_full = np.equal(job.layout.recompute, "full")
-    return np.where(is_full, recomputed, gradients) + expert_rows
+    in_mixers = [mixer_terms.working_bytes(kind) for _, kind in job.kinds if mixes(kind.model)]
+    in_mixer = functools.reduce(np.maximum, in_mixers, 0.0)
+    return np.where(is_full, largest_block(job), gradients) + expert_rows + in_mixer
+
+
+def largest_block(job: Job) -> Column:
+    """Return the bytes of all activations of a micro-batch in a block, of the largest kind."""
+    return functools.reduce(np.maximum, [block_activations(kind, True) for _, kind in job.kinds])
 
 
 @term

@@ -5,6 +5,7 @@ SMALL += " --global-batch-size 16 --precision bf16 --vocab-size 16384 "
 LLAMA = "--kv-heads 4 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
 EXPERTS = LLAMA + "--set qk_norm=head --experts 16 --experts-per-token 8 --ffn-hidden 256 "
 EXPERTS += "--vocab-size 1024 --micro-batch-size 8 "
+MAMBA = "mixer=mamba2 mixer_value_heads=32 mixer_value_size=64 mixer_key_size=128 "
 BLOOM = "--positions alibi --set embedding_norm=true "
 GPT2_VOCABULARY = "--vocab-size 50257"
 NOW_AND_THEN = "--sample-every 5 --sample-prompt 1"
@@ -32,5 +33,13 @@ CASES: dict[str, tuple[int, str]] = {
     "experts of 4 ranks": (4, SMALL + EXPERTS + "--ep 4 --global-batch-size 64"),
     "experts of 2 nodes": (16, SMALL + EXPERTS + "--ep 16 --tp 2 --global-batch-size 64"),
     "experts recomputed, pp 2": (4, SMALL + EXPERTS + "--ep 2 --pp 2 --recompute full"),
+    "gated delta net, tp 2": (
+        2,
+        SMALL + LLAMA + "--tp 2 --recompute full --set mixer=gated_delta_net mixer_blocks=3:1",
+    ),
+    "KDA, cp 2": (2, SMALL + LLAMA + "--cp 2 --set mixer=kda mixer_blocks=3:1"),
+    "Mamba-2, ZeRO 3": (2, SMALL + LLAMA + "--zero 3 --set mixer_blocks=1:1 " + MAMBA),
+    "Mamba-2 beside attention": (2, SMALL + LLAMA + "--tp 2 --set mixer_beside=true " + MAMBA),
+    "short convolutions, pp 2": (2, SMALL + LLAMA + "--pp 2 --set mixer=short_conv"),
     "cp 4 over heads, pp 2": (8, SMALL + BLOOM + "--cp 4 --pp 2 --recompute selective"),
 }

@@ -300,8 +300,13 @@ def test_a_plain_run_loads_nothing_heavy_that_it_does_not_use(tmp_path):
 
 
 def test_the_engine_trains_without_the_tools(tmp_path):
-    """README: delete tools/, benchmarks/ and tests/, and train.py trains as before."""
-    left_out = shutil.ignore_patterns(".*", "tools", "benchmarks", "tests", "docs", "data", "runs")
+    """README says which folders may be deleted, and the other programs in the root too."""
+    readme = (ROOT / "README.md").read_text()
+    gone = re.findall(r"`(\w+)/`", readme.split("Delete ")[1].split(" and the other programs")[0])
+    assert {"tools", "benchmarks", "tests", "docs", "scripts"} <= {*gone}
+    programs = ("plan.py", "tune.py", "check.py", "rehearse.py", "runs.py", "supervise.py")
+    programs += ("sample.py", "checkpoint.py", "test_all.py")
+    left_out = shutil.ignore_patterns(".*", *gone, *programs, "data", "runs")
     shutil.copytree(ROOT, tmp_path / "engine", ignore=left_out)
     words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 32 --steps 2 --device cpu"
     words += f" --save-every 2 --eval-every 2 --eval-samples 4 --out {tmp_path / 'run'}"

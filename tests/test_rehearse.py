@@ -47,7 +47,8 @@ def rehearsed(cases: dict[str, tuple[int, str]], folder: Path, *how: str) -> dic
 def rehearsed_cases(names: list[str], folder: Path) -> dict:
     """The rehearsals of cases by name."""
     # Two layers for each stage, which others would repeat, but where buffers would outweigh them.
-    layers = {"384 ranks": 12, "ZeRO 2, pp 2": 8}
+    layers = {"384 ranks": 12, "ZeRO 2, pp 2": 8, "gated delta net, tp 2": 8}
+    layers |= {"short convolutions, pp 2": 8}
     cases = {}
     for name in names:
         world, line = CASES[name]

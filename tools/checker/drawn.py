@@ -43,7 +43,7 @@ def new_choices(tables: Mapping[str, Any], option: str) -> list[Any]:
     """
     declared = all_options()[option]
     rows = [row[1:] for table in tables.values() if isinstance(row := table.get(option), list)]
-    if not all(rows):
+    if not rows or not all(rows):
         return []
     known = {declared.default, *CHOICES_NOT_DRAWN.get(option, ())}.union(*rows)
     return [choice for choice in declared.metadata["choices"] or () if choice not in known]

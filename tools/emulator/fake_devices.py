@@ -362,23 +362,25 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         """Allocate the output, and for the backward pass one fp32 number per row, as on a GPU."""
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         """Allocate the gradients of `x` and `weight`; fake tensors have no values to compute."""
         x, weight, _ = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(weight)
+        return torch.zeros_like(x), None if weight is None else torch.zeros_like(weight)
 
 
-def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """Replace F.rms_norm by a function that allocates the same tensors as the GPU's kernel.
 
     The elements are not computed, because fake tensors have none; so the arguments `shape` and
-    `eps` of F.rms_norm are not used. x: (..., h), weight: (h,).
+    `eps` of F.rms_norm are not used. x: (..., h), weight: (h,) or None.
     """
     return _RMSNorm.apply(x, weight)
 

@@ -274,7 +274,7 @@ class ProgramSoftware(Software):
 
     def block_working(self, job: Job) -> Column:
         """Return the bytes that a block's backward pass needs beside what is kept for it."""
-        whole = memory_terms.block_activations(job, True)
+        whole = memory_terms.largest_block(job)
         working = unwrap(memory_terms.block_working)(job)
         if self.keeps_scores:
             inner = 2.0 * job.number_bytes * job.model.ffn_hidden / job.layout.tp * job.tokens
