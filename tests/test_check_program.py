@@ -21,7 +21,7 @@ from tools.checker.recorder import AFTER, GRADIENT, Piece
 FAULTS = {
     "": None,
     "no sum": ("the output of blocks.0", "as if their sum were missing"),
-    "bias on each rank": ("the output of blocks.0", "blocks.0.bias is in it 2 times"),
+    "bias on each rank": ("the output of blocks.0", "blocks.0.bias was added 2 times"),
     "no backward sum": ("the gradient of the output of blocks.1.norm", "sum over tp were missing"),
     "no sum over dp": ("the gradient of embed.weight", "sum over dp were missing"),
     "average": ("the gradient of embed.weight", "divided by dp (2)"),

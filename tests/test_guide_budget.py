@@ -29,12 +29,13 @@ def test_the_commands_and_lines_are_those_of_the_budget(tmp_path):
     printed = plan.ask(shlex.split(words)).text.replace(str(tmp_path / "run.toml"), "run.toml")
     rungs = re.findall(r"ladder \d: .*?train.py (.*)", printed)
     typed = re.findall(r"train.py (--config run.toml --layers .*)", TEXT)
+    typed = [*dict.fromkeys(typed)]  # the first one is in both loops over rates
     assert len(rungs) == len(typed) == 3
     for rung, line in zip(rungs, typed, strict=True):
         given = set(line.split()) - {"--lr", "$rate", "--out", "runs/rates/$rate"}
         assert given <= set(rung.split())
         assert set(rung.split()) - given <= {"--out", "runs/ladder/1"}
-    (rates,) = re.findall(r"for rate in (.*); do", TEXT)
+    rates = re.findall(r"for rate in (.*); do", TEXT)[0]
     low, middle, high = rates.split()
     assert f"--lr {low}, {middle} and {high};" in printed
     (answer,) = [block for block in blocks_of(TEXT) if "parameters for" in block]

@@ -1,7 +1,7 @@
 """Runs of docs/guide_train.md: if this failed, a reader would copy a command that fails.
 
 The blocks of the sections on experts, Muon and blocks that differ are run as they are printed, in
-one shell and a copy of the repository; STEPS shortens the runs.
+one shell and a copy of the repository, with runs of STEPS steps.
 """
 
 import json
@@ -57,11 +57,10 @@ def test_each_run_has_its_command_and_its_picture():
 def test_the_runs_end_as_they_are_printed(tmp_path):
     folder = copy_of_repository(tmp_path / "trine")
     lines = [block for block in commands() if "plan.py" not in block and "demo.sh" not in block]
-    variables = {"STEPS": str(STEPS), "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
+    commanded = re.sub(r"--steps \d+", f"--steps {STEPS}", "\n".join(lines))
+    variables = {"PIP_NO_INDEX": "1", "PYTHONPATH": ""}
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = start(
-        ["bash", "-c", f"cd {folder}\nset -e\nexec 2>&1\n" + "\n".join(lines)], 900, **variables
-    )
+    done = start(["bash", "-c", f"cd {folder}\nset -e\nexec 2>&1\n" + commanded], 900, **variables)
     assert done.status == 0, done.out[-4000:]
     for run, (option, line) in RUNS.items():
         rows = (folder / run / "metrics.jsonl").read_text().splitlines()

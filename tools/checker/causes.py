@@ -318,8 +318,8 @@ def _counted_again(
     for axis, size in axes_of(layout).items():
         if abs(off - math.log(size)) < 1e-4:
             yield (
-                f"one rank's + ln {size}: as if the softmax summed each logit {size} times, as "
-                f"where logits that were gathered over {axis} are summed over {axis}"
+                f"one rank's + ln {size}: as if the softmax's sum had each logit {size} times, "
+                f"because logits that were gathered over {axis} are also summed over {axis}"
             )
 
 
@@ -393,7 +393,7 @@ def _wrong_vectors(
         times = float(vector @ values) / float(values @ values)
         if np.abs(vector - times * values).max() <= 1e-3 * largest:
             yield (
-                f"{key[2]} is in it {1 + times:.4g} times: as if every rank added the bias before "
+                f"{key[2]} was added {1 + times:.4g} times: as if every rank added the bias before "
                 f"the sum"
             )
             return

@@ -115,16 +115,16 @@ class CheckPlan:
     def introduction(self) -> Iterator[str]:
         """Yield what is checked, and what so many ranks leave out."""
         every = self.every
-        number = f"{len(every)} layouts" if len(every) > 1 else "1 layout"
-        precision = self.small.training.precision
-        most = max(map(ranks_of, every))
-        line = f"{number} of up to {most} ranks, each against one rank in {precision}"
-        parts = [f"{len(each.layouts)} with {each.name}" for each in self.others]
-        if going_on := sum(len(resume.going_on) for resume in self.resumes()):
-            parts.append(f"then {going_on} more that go on from a saved run")
-        yield f"{line}; {', '.join(parts)}" if parts else line
+        going_on = [layout for resume in self.resumes() for layout in resume.going_on]
+        count, most = len(every) + len(going_on), max(map(ranks_of, [*every, *going_on]))
+        number = f"{count} layouts" if count > 1 else "1 layout"
+        parts = [f"{len(self.layouts)} in {self.small.training.precision}"] * bool(self.layouts)
+        parts += [f"{len(each.layouts)} with {each.name}" for each in self.others]
+        parts += [f"{len(going_on)} resumed"] * bool(going_on)
+        yield f"{number} of up to {most} ranks, each against one rank: {', '.join(parts)}"
         if self.is_limited:
-            yield f"not covered: most pairs of axes; without --layouts, those of {self.ranks} ranks"
+            pairs = f"all of up to {self.ranks} ranks are"
+            yield f"not covered: most pairs of axes; without --layouts {pairs}"
         elif not self.is_named:
             yield not_covered(every, self.ranks)
 
