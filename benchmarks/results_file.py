@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import threading
 import time
@@ -86,7 +87,18 @@ def main_in_parts(
     kept = from_options(parser.parse_args())
     done = {row["name"] for row in kept.rows()}
     kept.run(run, [name for name in names if name not in done])
-    results.write_text(report(kept.rows()))
+    write(results, report(kept.rows()))
+
+
+def write(results: Path, text: str) -> None:
+    """Write a results file, and keep the sections that were written by hand below the old report.
+
+    They are those from the first heading of the second level on that the new text does not have.
+    """
+    old = results.read_text() if results.exists() else ""
+    sections = re.split(r"(?m)^(?=## )", old)[1:]
+    mine = [section for section in sections if section.splitlines()[0] not in text.splitlines()]
+    results.write_text("\n".join([text.rstrip("\n") + "\n", *mine]))
 
 
 # ---- What a results file begins with -------------------------------------------------------------

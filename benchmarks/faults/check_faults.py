@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT)]  # the project's own modules
 
 from base.cli import Parser
 from base.errors import UserError, exit_with
-from benchmarks.results_file import add_options, from_options, machine
+from benchmarks.results_file import add_options, from_options, machine, write
 
 FAULTS = Path(__file__).with_suffix(".toml")
 RULES = FAULTS.with_name("check_rules.toml")
@@ -283,7 +283,7 @@ def main() -> None:
     if given.rule or given.optimizer or given.only or given.blind:
         return
     results, text = (PUBLIC_RESULTS, public_report) if given.public else (RESULTS, report)
-    results.write_text(text(faults, keep.rows()))
+    write(results, text(faults, keep.rows()))
     print(f"written: {results.relative_to(ROOT)}")
 
 
