@@ -84,23 +84,30 @@ class _Copy:
         self.state["files"] += 1
 
     def _add_whole(self, path: Path) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")()
         begin = self.documents.tell()
-        empty = True
+        left_out = self._copy_whole(path)
+        if left_out:
+            self.state[left_out] += 1
+            self.documents.seek(begin)
+            self.documents.truncate()
+        else:
+            self._note(np.array([self.documents.tell() - begin]))
+
+    def _copy_whole(self, path: Path) -> str:
+        """Copy a file of one document; return why it is left out, or nothing."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        empty, zeros, size = True, 0, 0
         try:
             for block in blocks_of(path, BLOCK):
                 self.documents.write(block)
-                text = decoder.decode(block, final=not block)
-                empty = empty and not text.strip()
+                empty = not decoder.decode(block, final=not block).strip() and empty
+                zeros, size = zeros + block.count(0), size + len(block)
         except UnicodeDecodeError:
-            self.state["undecodable"] += 1
-        else:
-            self.state["empty"] += empty
-            if not empty:
-                self._note(np.array([self.documents.tell() - begin]))
-                return
-        self.documents.seek(begin)
-        self.documents.truncate()
+            return "undecodable"
+        # English in UTF-16 without a mark is UTF-8 too, whose every second character is a NUL.
+        if 4 * zeros > size:
+            return "undecodable"
+        return "empty" if empty else ""
 
     def _note(self, sizes: np.ndarray) -> None:
         """sizes: bytes of each document, as a negative number if they are tokens."""

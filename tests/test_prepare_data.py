@@ -227,6 +227,8 @@ def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):
         (["long.jsonl"], r"long\.jsonl:1 is not JSON: Exceeds the limit"),
         (["a.txt", "--skip-bad", "-1"], r"--skip-bad\(-1\) must be in 0\.\.1000000000"),
         (["latin.txt"], "none of the 1 documents has text in UTF-8"),
+        (["utf16.txt"], "none of the 1 documents has text in UTF-8"),
+        (["utf16_without_mark.txt"], "none of the 1 documents has text in UTF-8"),
         (["a.txt", "--vocab-size", "256"], r"--vocab-size\(256\) must be in 257\.\.4194304"),
         (["a.txt", "--shuffle-seed", "-1"], r"--shuffle-seed\(-1\) must be in"),
         (["a.txt", "--tokenizer", "missing.json"], r"cannot read --tokenizer missing\.json"),
@@ -241,6 +243,8 @@ def test_mistakes(tmp_path, monkeypatch, arguments, message):
     (tmp_path / "a.txt").write_text("a text")
     (tmp_path / "picture.png").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"\xfc")
+    (tmp_path / "utf16.txt").write_bytes("a text".encode("utf-16"))
+    (tmp_path / "utf16_without_mark.txt").write_bytes("a text".encode("utf-16-le"))
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a text" * 100)[:-9])
     for suffix, magic in (("gz", b"\x1f\x8b\x08\0"), ("bz2", b"BZh9"), ("xz", b"\xfd7zXZ\0")):
         (tmp_path / f"noise.jsonl.{suffix}").write_bytes(magic + bytes(range(256)))
