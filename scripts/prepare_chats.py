@@ -50,9 +50,10 @@ with errors.installed():
     from scripts.corpus import check_out, note_replaced, run, write_checksums
     from scripts.encoders import load_encoder
 
-# What is read of a message, beside what its template names.
-KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING}
-KEYS_OF_LINE = {"messages", "tools", "documents", "chat_template_kwargs"}
+# Keys of a message that hold no text of it, or that a template has under the name of a variable;
+# of the others its template decides which are read.
+KEYS = {"role", "content", "name", "tool_call_id", "weight"}
+KEYS_OF_LINE = {"messages", "chat_template_kwargs"}
 MOST_KEYS = 8  # keys in a line
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Tokens that end a document in published tokenizers, where their eos_token ends an answer.
@@ -108,17 +109,29 @@ def unread_keys(found: dict[str, Any], template: str) -> set[str]:
 
     found: the object of a line. template: its text, which may name further keys.
     """
-    keys = {json.dumps(name) for name in found.keys() - KEYS_OF_LINE}
+    by_template = {name for name in ("tools", "documents") if _names(template, name)}
+    given = {name for name, value in found.items() if value is not None}
+    keys = {json.dumps(name) for name in given - KEYS_OF_LINE - by_template}
+    variables = found.get("chat_template_kwargs") or {}
+    others = {name for name in variables if not _names(template, name)}
+    keys |= {f"{json.dumps(name)} of chat_template_kwargs" for name in others}
     for message in found["messages"]:
-        others = {name for name in message.keys() - KEYS if not _names(template, name)}
+        given = {name for name, value in message.items() if value is not None}
+        others = {name for name in given - KEYS if not _reads(template, name)}
         if message.get("weight") and message["role"] != "assistant":
             others.add("weight")
         keys |= {f"{json.dumps(name)} of messages of {message['role']}" for name in others}
     return keys
 
 
+def _reads(template: str, name: str) -> bool:
+    """Whether a template names a key of messages, or another name of the same reasoning."""
+    names = REASONING if name in REASONING else (name,)
+    return any(_names(template, each) for each in names)
+
+
 def _names(template: str, name: str) -> bool:
-    """Whether a template names a key of messages."""
+    """Whether a template names a key or a variable."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
@@ -137,8 +150,11 @@ class ChatLines:
     Only their places are held in memory.
     """
 
-    def __init__(self, paths: list[str], folder: str, template: str):
-        """Copy and check every line; UserError with FILE:LINE. folder: of the temporary file."""
+    def __init__(self, paths: list[str], folder: str, template: str, for_tools: str | None):
+        """Copy and check every line; UserError with FILE:LINE. folder: of the temporary file.
+
+        template, for_tools: the text of the template, and of that for conversations with tools.
+        """
         self.names: list[str] = []
         self.unread = Counter[str]()  # lines with keys that nothing reads
         self._starts = [0]
@@ -152,7 +168,8 @@ class ChatLines:
                         conversation = parse_conversation(found, template)
                     except UserError as error:
                         raise CorpusError(f"{place}: {error}") from None
-                    self.unread.update(unread_keys(found, template))
+                    chosen = template if found.get("tools") is None else for_tools or template
+                    self.unread.update(unread_keys(found, chosen))
                     self._file.write(json.dumps(conversation).encode())
                     self._starts.append(self._file.tell())
                     self.names.append(place)
@@ -227,6 +244,7 @@ def encode(
         documents=conversation["documents"],
         **conversation["variables"],
     )
+    check_contents(conversation, text)
     weights = weights_of(conversation)
     if 0 in weights and len(spans) != len(weights):
         raise CorpusError(
@@ -251,6 +269,19 @@ def encode(
         return ids, answers[:-1]  # the template has ended it with that token
     answers[-1] = conversation["messages"][-1]["role"] == "assistant" and weights[-1] != 0
     return [*ids, encoder.end], answers
+
+
+def check_contents(conversation: Conversation, text: str) -> None:
+    """Raise UserError if the text of a conversation has the parts of a content as Python shows
+    them, "[{'type': 'text', ...": a template without a loop over parts writes that.
+    """
+    for place, message in enumerate(conversation["messages"], 1):
+        content = message.get("content")
+        if isinstance(content, list) and str(content) in text:
+            raise CorpusError(
+                f"message {place} has its content in parts, of which the chat template writes "
+                f"{content!s:.40}...: give it as one text"
+            )
 
 
 def weights_of(conversation: Conversation) -> list[int]:
@@ -298,7 +329,7 @@ def write(options: argparse.Namespace) -> str:
     counts = Counts(encoder, settings)
     target = os.path.dirname(options.out) or "."
     os.makedirs(target, exist_ok=True)
-    lines = ChatLines(options.paths, target, plain)
+    lines = ChatLines(options.paths, target, plain, for_tools)
     marks = IndexedDatasetWriter(names[1], 2)
     templates = [ChatTemplate(plain, settings.tokens)]
     if for_tools is not None:

@@ -226,11 +226,43 @@ def test_keys_that_nothing_reads_are_named(folder, capsys):
     messages[0] |= {"weight": 1, "name": "Ann"}
     messages[1]["train"] = False
     messages[3] |= {"loss_mask": 0, "reasoning_content": "r"}
-    learned(folder, messages, id=7, train=True)
+    more = {"documents": [{"title": "t"}], "tools": None, "chat_template_kwargs": {"think": True}}
+    learned(folder, messages, id=7, train=True, **more)
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("keys of")]
     named = line.partition(": ")[2].replace(" (in 1)", "").split(", ")
-    of_answers = ['"loss_mask" of messages of assistant', '"train" of messages of assistant']
-    others = ['"id"', '"train"', '"weight" of messages of user']
+    of_answers = [f'"{name}" of messages of assistant' for name in ("loss_mask", "train")]
+    of_answers.append('"reasoning_content" of messages of assistant')
+    others = ['"id"', '"train"', '"documents"', '"think" of chat_template_kwargs']
+    others.append('"weight" of messages of user')
     assert sorted(named) == sorted([*of_answers, *others])
     learned(folder, talk(1))
     assert "keys of conversations" not in capsys.readouterr().out
+
+
+READS = """{{ documents }}{{ think }}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.thinking }}{{ m.tool_calls }}{{ m.content }}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def test_keys_that_the_template_names_are_read(folder, capsys):
+    (folder / "t.jinja").write_text(READS)
+    messages = talk(1)
+    messages[1] |= {"reasoning_content": "r", "tool_calls": [{"id": "1"}]}
+    more = {"documents": [{"title": "t"}], "chat_template_kwargs": {"think": True}}
+    learned(folder, messages, "--chat-template", folder / "t.jinja", **more)
+    assert "keys of conversations" not in capsys.readouterr().out
+
+
+def test_parts_that_a_template_writes_as_python_shows_them_are_refused(folder):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, *talk(1)[1:]]
+    with pytest.raises(
+        UserError, match=r"c\.jsonl:1: message 1 has its content in parts, .*\[{'typ"
+    ):
+        learned(folder, messages)
+    loop = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    (folder / "t.jinja").write_text(loop)
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}]}
+    words = ["--chat-template", folder / "t.jinja"]
+    assert learned(folder, [messages[0], answer], *words) == ["a"]
