@@ -450,7 +450,9 @@ class Trainer:
         observers.append(StragglerCheck(self.config, log.context.nodes, log.note))
         observers.append(log)
         if run.expect:
-            observers.append(ExpectedCurve(run.expect, run.out, log))
+            tokens = self.timeline.tokens_at(self.timeline.total_samples)
+            parameters = log.about_model["parameters"]
+            observers.append(ExpectedCurve(run.expect, run.out, log, parameters, tokens))
         observers.append(make_monitor(state, train, checkpoints, exchange, log, self.done))
         observers.append(Evaluations(state, self.splits, tasks, log, self.stats_exchange))
         if run.sample_every:

@@ -29,17 +29,41 @@ from zero import StepResult
 SMOOTH = 10  # steps of the run whose mean is compared
 SIGMAS = 4.0  # half the band of a run's own curve, in standard deviations of such a mean
 LEAST = 0.01  # and at least this share of the loss
+SAME_END = 0.05  # a curve and a run whose ends are nearer are about equally many tokens
 NAME = "expected.jsonl"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A band of losses over tokens, which ascend. source: where it is from, for messages."""
+    """A band of losses over tokens, which ascend. source: where it is from, for messages.
+
+    parameters: of the model that it is about, if that is known.
+    """
 
     tokens: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
     source: str
+    parameters: int | None = None
+
+    def notes(self, parameters: int, tokens: int) -> list[str]:
+        """Return what makes it the curve of another run than one of so many tokens, in lines."""
+        begin, end, found = self.tokens[0], self.tokens[-1], []
+        if self.parameters and self.parameters != parameters:
+            found.append(
+                f"note: --expect {self.source} is about a model of {self.parameters:,} parameters; "
+                f"this one has {parameters:,}"
+            )
+        if tokens < begin:
+            found.append(
+                f"note: --expect {self.source} begins after {begin:,.0f} tokens; this run ends "
+                f"after {tokens:,}, and no step of it is compared"
+            )
+        elif abs(tokens - end) > SAME_END * end:
+            found.append(
+                f"note: --expect {self.source} is about {end:,.0f} tokens; this run has {tokens:,}"
+            )
+        return found
 
     def band(self, tokens: int) -> tuple[float, float] | None:
         """Return the band after so many tokens; None before the curve begins or after its end."""
@@ -74,7 +98,8 @@ def read(path: str) -> Curve:
         )
     if len(tokens) < 2 or sorted({*tokens}) != tokens:
         raise FileError(f"--expect {path}: its tokens are two numbers or more, ascending")
-    return Curve(tokens, low, high, path)
+    parameters = found.get("parameters")
+    return Curve(tokens, low, high, path, parameters if isinstance(parameters, int) else None)
 
 
 def _of_run(folder: str) -> Curve:
@@ -98,7 +123,17 @@ def _of_run(folder: str) -> Curve:
         tokens.append(float(rows[first + SMOOTH - 1]["consumed_tokens"]))
         low.append(mean - half)
         high.append(mean + half)
-    return Curve(tokens, low, high, folder)
+    return Curve(tokens, low, high, folder, _parameters_of_run(folder))
+
+
+def _parameters_of_run(folder: str) -> int | None:
+    """Return the parameters that a run's run.json says, or None."""
+    try:
+        found = json.loads(read_regular(Path(folder, "run.json"), MOST_OF_OBJECT))
+    except (OSError, ValueError, RecursionError):  # the curve is in another file
+        return None
+    parameters = found.get("parameters") if isinstance(found, dict) else None
+    return parameters if isinstance(parameters, int) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -115,13 +150,16 @@ def _numbers(value: Any) -> list[float]:
 class ExpectedCurve(Observer):
     """Says in the log, and in expected.jsonl, when the loss leaves the band or comes back."""
 
-    def __init__(self, path: str, out: str, log: Log):
+    def __init__(self, path: str, out: str, log: Log, parameters: int, tokens: int):
         """Read the curve of --expect, the file `path`, on the rank that writes the log.
 
-        out: the run's folder. Raise UserError if the file has no curve.
+        out: the run's folder. parameters, tokens: of the run; a curve about another model or length
+        is noted. Raise UserError if the file has no curve.
         """
         self.curve = read(path) if log.is_writer else None
         self.log = log
+        for line in self.curve.notes(parameters, tokens) if self.curve else ():
+            log.note(line)
         self.rows = RowFile(os.path.join(out, NAME), log.note)
         self.recent: deque[float] = deque(maxlen=SMOOTH)
         self.is_outside = False

@@ -143,8 +143,8 @@ layouts/precision.py a-file | FOLDER a-file: cannot write in
 """,
     "supervise.py": """
 @/supervise.py
-| no program after --
--- mpirun -n 2 hostname | no program after --
+| after --, but nothing
+-- mpirun -n 2 hostname | after --, but mpirun -n 2 hostname
 -- python train.py | a restart continues by --resume auto: give it to train.py
 -- python train.py --resume x | give it to train.py, not x
 -- torchrun train.py --resume auto | torchrun does not pass on the status

@@ -21,11 +21,31 @@ def write_curve(path, low=(4.0, 3.0), high=(5.0, 4.0), tokens=(0, 100 * TOKENS))
     return path
 
 
+def test_the_curve_of_another_run_is_noted(tmp_path):
+    path = tmp_path / "curve.json"
+    curve = {"tokens": [640, 6400], "low": [4.0, 3.0], "high": [5.0, 4.0], "parameters": 1000}
+    path.write_text(json.dumps(curve))
+    assert read(str(path)).notes(1000, 6400) == []
+    (other,) = read(str(path)).notes(2000, 6400)
+    assert "a model of 1,000 parameters; this one has 2,000" in other
+    (longer,) = read(str(path)).notes(1000, 12800)
+    assert "is about 6,400 tokens; this run has 12,800" in longer
+    (short,) = read(str(path)).notes(1000, 320)
+    assert "begins after 640 tokens; this run ends after 320, and no step of it" in short
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [json.dumps({"loss": 4.0, "consumed_tokens": 64 * i}) for i in range(1, 101)]
+    (run / "metrics.jsonl").write_text("\n".join(rows))
+    assert read(str(run)).notes(1000, 6400) == []
+    (run / "run.json").write_text(json.dumps({"parameters": 7}))
+    assert "a model of 7 parameters; this one has 1,000" in read(str(run)).notes(1000, 6400)[0]
+
+
 def observe(tmp_path, path, losses):
     """The lines of the log for these losses, one a step."""
     lines: list[str] = []
     log = SimpleNamespace(is_writer=True, note=lines.append)
-    observer = ExpectedCurve(str(path), str(tmp_path), log)
+    observer = ExpectedCurve(str(path), str(tmp_path), log, 1000, 100 * TOKENS)
     for iteration, loss in enumerate(losses, 1):
         usage = Usage(tokens=iteration * TOKENS)
         step = observed_step(iteration, done=Progress(iteration, iteration * 4, 0, usage))
@@ -62,7 +82,8 @@ def test_one_high_loss_is_no_reason_and_a_nan_is_left_out(tmp_path):
 
 def test_after_the_end_of_the_curve_nothing_is_expected(tmp_path):
     curve = write_curve(tmp_path / "curve.json", tokens=(0, 20 * TOKENS))
-    assert observe(tmp_path, curve, [3.9] * 20 + [9.0] * 30) == []
+    (note,) = observe(tmp_path, curve, [3.9] * 20 + [9.0] * 30)
+    assert note.startswith("note: --expect"), "the curve is shorter than the run"
 
 
 def test_the_curve_of_a_run_is_its_losses_with_how_far_they_vary(tmp_path):

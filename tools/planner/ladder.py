@@ -229,7 +229,9 @@ def ladder(runs: Sequence[str], target: str | None, law: str | None, write: str 
     lines += [f"  by {name}: {loss:.4f}" for name, loss in others.items()]
     lines.append(advice(rungs, found, said, size))
     if write:
-        paths.write_file(write, json.dumps(expected(rungs, found, said, tokens), indent=1) + "\n")
+        paths.write_file(
+            write, json.dumps(expected(rungs, found, said, tokens, size), indent=1) + "\n"
+        )
         lines.append(f"wrote {write}: python train.py --config {target} --expect {write}")
     data |= {"loss_nats": said.loss, "between_nats": [said.low, said.high]}
     data["by_law_nats"] = said.by_law
@@ -264,8 +266,10 @@ def tokens_of(config: Config) -> int:
     return timeline.tokens_at(timeline.total_samples)
 
 
-def expected(rungs: Sequence[Rung], found: Fit, said: Prediction, tokens: int) -> dict[str, Any]:
-    """Return the curve that a run should follow, as --expect reads it.
+def expected(
+    rungs: Sequence[Rung], found: Fit, said: Prediction, tokens: int, parameters: int
+) -> dict[str, Any]:
+    """Return the curve that a run of so many tokens and parameters should follow, for --expect.
 
     A run's loss above E over that at its end is a function of the share of its tokens; the curve is
     the mean of the ladder's, and the band has the interval of the end and how far the runs differ.
@@ -284,6 +288,7 @@ def expected(rungs: Sequence[Rung], found: Fit, said: Prediction, tokens: int) -
         "low": low,
         "high": high,
         "source": f"plan.py ladder, {len(rungs)} runs by {found.law.name}",
+        "parameters": parameters,
     }
 
 

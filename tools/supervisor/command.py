@@ -7,6 +7,7 @@ is srun in a Slurm job, the supervisor chooses the nodes of each start, and so c
 node; otherwise the launcher chooses them.
 """
 
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +112,11 @@ def read_command(argv: Sequence[str], spare: int) -> Command:
     """
     script = program_at(argv)
     if script is None:
-        raise UserError("no program after --: supervise.py [options] -- srun ... train.py ...")
+        after = f"but {shlex.join(argv):.60}" if argv else "but nothing"
+        raise UserError(
+            "supervise.py [options] -- srun ... train.py ... needs a program of Python after --, "
+            f"{after}"
+        )
     launcher = [Path(argument).name for argument in argv[:script]]
     if "torchrun" in launcher or "torch.distributed.run" in launcher:
         raise UserError(
