@@ -64,6 +64,14 @@ def test_a_size_that_the_user_gives_is_held_and_a_bad_one_has_its_reason():
     assert "head size 896: no flash kernel above 256" in text
 
 
+def test_shapes_of_latent_attention_have_a_kv_head_for_each_head():
+    """Also where the model of the question has fewer, because the user names none."""
+    latent = "kv_lora_rank=512 qk_nope_head_dim=64 qk_rope_head_dim=64 v_head_dim=64"
+    common = "shapes --gpu h100 --size 200M --global-batch-size 8 --positions rotary"
+    found = ask(f"{common} --set {latent}").data["shapes"]
+    assert all(shape["model"]["kv_heads"] == shape["model"]["heads"] for shape in found)
+
+
 def test_a_budget_gives_the_size():
     budget = ask("budget --gpu h100 --gpu-hours 2000 --gpus 16").data["found"]["the budget"]
     shapes = ask("shapes --gpu h100 --gpu-hours 2000 --gpus 16").data
@@ -76,6 +84,8 @@ def test_a_budget_gives_the_size():
         ("", "of which size"),
         ("--size 7B --gpu-hours 5000", "not both"),
         ("--size 7B --model mixtral-8x7b", "a model with experts"),
+        ("--model nemotron-h-8b", "hybrid_pattern lists each of 52 blocks, and this question"),
+        ("--model lfm2-700m", "mixer_blocks lists each of 16 blocks.*: give it as N:M, or ask"),
         ("--size 900B --gpus 8", "no layout of 900.0 B parameters fits"),
     ],
 )

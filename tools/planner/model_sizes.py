@@ -16,7 +16,7 @@ from typing import Any
 
 from architecture.model_stats import parameters
 from architecture.shape import ModelShape
-from base.errors import LayoutError
+from base.errors import LayoutError, UserError
 from config.command_line import reshape
 from config.validation import check_shape
 from costs import memory_terms, risk
@@ -34,6 +34,8 @@ HEAD = 128  # the head size of published models from some hundred million parame
 # and 256 with heads of 32; llama2.c's of 260 K and 15 M 5 of 64 with heads of 8, 6 of 288 with 48.
 SMALL, SMALL_HEAD, SMALL_LAYERS = 512, 16, 6
 SMALL_NEAR = 0.1  # in place of NEAR: half of a block is about so much of a small model
+# Options that may have a list with an entry for each block, which no other number of blocks has.
+LISTS = ("hybrid_pattern", "mixer_blocks", "window_blocks", "rotary_blocks")
 MOST_NODES = 10_000  # `smallest` tries no more nodes than this
 
 Fits = Callable[[ModelShape, int], Ranked | None]  # the arguments are the model and the GPUs
@@ -82,11 +84,23 @@ def resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShap
     """Return a model with the options of `like`, but other numbers of layers and heads, and width.
 
     The proportions of `like` are kept. As many query heads share one key head as there, or if this
-    number does not divide `heads`, their common divisor. The MLP is wider than the hidden size by
-    the same factor, rounded to a multiple of 128, or of SMALL_HEAD in a small shape.
+    number does not divide `heads`, their common divisor; in latent attention none are shared. The
+    MLP is wider than the hidden size by the same factor, rounded to a multiple of 128, or of
+    SMALL_HEAD in a small shape. Raise UserError if an option of `like` lists its blocks and the
+    number of blocks is another.
     """
+    for name in LISTS:
+        value = getattr(like, name)
+        is_list = value != "none" if name == "hybrid_pattern" else "," in value
+        if is_list and layers != like.layers:
+            other = "" if name == "hybrid_pattern" else "give it as N:M, or "
+            raise UserError(
+                f"{name} lists each of {like.layers} blocks, and this question tries other numbers "
+                f"of blocks: {other}ask layouts, days, stages or smallest about this model"
+            )
+    shared = 1 if like.is_latent else like.heads // like.kv_heads
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads}
-    sizes |= {"kv_heads": heads // math.gcd(heads, like.heads // like.kv_heads)}
+    sizes |= {"kv_heads": heads // math.gcd(heads, shared)}
     if like.ffn_hidden != like.default_ffn():
         step = SMALL_HEAD if _is_small(hidden, heads) else HEAD
         sizes["ffn_hidden"] = max(1, round(like.ffn_hidden / like.hidden * hidden / step)) * step
