@@ -140,6 +140,7 @@ def test_without_mup_each_class_that_does_not_scale_is_named():
 # ---- Right models --------------------------------------------------------------------------------
 
 LATENT = "--set kv_lora_rank=32 qk_nope_head_dim=8 qk_rope_head_dim=8 v_head_dim=16"
+PARTS = "--set mixer=mamba2"
 RIGHT = [
     GPT,
     LLAMA,
@@ -229,11 +230,25 @@ def test_the_transfer_check_prints_the_best_rates(capsys):
         ("--widths 64,128 --rates 1e-3", "--rates takes A:B such as"),
         ("--widths 64,128 --rates 1e-3:2e-3", "is 2 rates by a factor 2: give 3 or more"),
         ("--widths 64,128 --mup 64 --optimizer sgd", "--mup 64 has rates for"),
+        (
+            f"--widths 32,64 --layers 4 {PARTS} hybrid_pattern=M-*-",
+            "hybrid_pattern has 3 kinds of blocks (M-*), which a model of 2 blocks cannot have: "
+            "give --depths of 3 or more",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
         check.main([*GPT.split(), *words.split()])
+
+
+def test_blocks_of_one_part_take_turns_at_every_depth():
+    """Each kind is in the smallest model, and a list of one number of blocks fits every other."""
+    words = f"{GPT} --layers 4 {PARTS} hybrid_pattern=MM-*"
+    config = command_line.parse(words.split())
+    ladder = Ladder(config, 32, 3)
+    patterns = [ladder.at(32, layers, 1).model.hybrid_pattern for layers in (3, 6, 8)]
+    assert patterns == ["M-*", "M-*M-*", "M-*M-*M-"]
 
 
 def test_an_exponent_is_the_slope_of_logarithms():

@@ -39,7 +39,8 @@ class Ladder:
     def at(self, width: int, layers: int, seed: int, **training: Any) -> Config:
         """Return the run with a model of this width and these blocks; training: its options.
 
-        Raise UserError if a width is no multiple of a head's size.
+        Raise UserError if a width is no multiple of a head's size, or if the blocks are fewer than
+        the kinds of hybrid_pattern.
         """
         if width % LEAST:
             raise UserError(f"--widths are multiples of {LEAST}, two heads of {HEAD}: not {width}")
@@ -75,6 +76,7 @@ class Ladder:
         sizes["window"] = min(was.window, WINDOW)
         for name in ("rotary_blocks", "window_blocks", "mixer_blocks"):
             sizes[name] = _pattern(getattr(was, name), was.layers, layers)
+        sizes["hybrid_pattern"] = _parts(was.hybrid_pattern, layers)
         sizes |= _latent(was, width, size) | _experts(was, layers) | _mixer(was, heads, size)
         for name in ("ffn_hidden", "expert_ffn_hidden", "shared_ffn_hidden"):
             if sizes.get(name):
@@ -109,6 +111,22 @@ def _pattern(text: str, was: int, layers: int) -> str:
     first = flags.index(True) if True in flags else 0  # so that a small model has such a block
     turns = [flags[(first + block) % was] for block in range(layers)]
     return ",".join(str(int(flag)) for flag in turns)
+
+
+def _parts(pattern: str, layers: int) -> str:
+    """Return a hybrid_pattern for another number of blocks, with the kinds of blocks in turn.
+
+    Raise UserError if there are more kinds than blocks.
+    """
+    if pattern == "none":
+        return pattern
+    kinds = list(dict.fromkeys(pattern))
+    if layers < len(kinds):
+        raise UserError(
+            f"hybrid_pattern has {len(kinds)} kinds of blocks ({''.join(kinds)}), which a model of "
+            f"{layers} blocks cannot have: give --depths of {len(kinds)} or more"
+        )
+    return "".join(kinds[block % len(kinds)] for block in range(layers))
 
 
 def _latent(was: ModelShape, width: int, size: int) -> dict[str, Any]:
