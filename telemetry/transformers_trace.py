@@ -78,13 +78,13 @@ def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
 
     The names are as in a run's trace. The outputs of the embedding and of the final norm are read
     as the inputs of the first layer and of the head. Raise UserError if the model has not exactly
-    one list of `layers` layers with attention.
+    one list of `layers` layers of which some have attention: in a hybrid model the others do not.
     """
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    of_layers = [part for part in lists if len(part) == layers and _attention(part[0])]
+    of_layers = [part for part in lists if len(part) == layers and any(map(_attention, part))]
     if len(of_layers) != 1:
         have = f"the model of transformers has {len(of_layers)} lists of {layers} layers"
-        raise ModelError(f"{have} with attention; one is needed")
+        raise ModelError(f"{have} of which some have attention; one is needed")
 
     def before(name: str, module: nn.Module, inputs: tuple) -> None:
         add(name, inputs[0])
@@ -99,7 +99,7 @@ def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
         attention = _attention(block)
         # BLOOM's attention, which has `hidden_dropout`, adds the block's input to its output, so it
         # cannot be compared.
-        if not hasattr(attention, "hidden_dropout"):
+        if attention is not None and not hasattr(attention, "hidden_dropout"):
             after_attention = partial(after, f"blocks.{number}.attention")
             handles.append(attention.register_forward_hook(after_attention))
     get_head: Any = model.get_output_embeddings

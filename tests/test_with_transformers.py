@@ -14,6 +14,8 @@ import runs
 from checkpointing import hf_export
 
 FAMILIES = ("gpt2", "bloom", "llama", "gpt_neox", "opt", "olmo2", "mixtral")
+# The first block of each has the mixer in the place of attention.
+HYBRIDS = ("lfm2", "qwen3_next")
 
 
 def traced_run(folder: Path, family: str, options: str = "") -> tuple[Path, Path]:
@@ -38,7 +40,7 @@ def diff(run: Path, theirs: Path, capsys, *words: str) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + HYBRIDS)
 def test_an_imported_model_is_that_of_transformers(family, tmp_path, capsys):
     run, theirs = traced_run(tmp_path, family)
     status, text = diff(run, theirs, capsys)
