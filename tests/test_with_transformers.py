@@ -5,6 +5,7 @@ or a layer that differs would not be named.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ranks import fork_one
@@ -12,6 +13,7 @@ from test_families import S, V, their_model
 
 import runs
 from checkpointing import hf_export
+from corpora.token_files import IndexedDatasetWriter
 
 FAMILIES = ("gpt2", "bloom", "llama", "gpt_neox", "opt", "olmo2", "mixtral")
 # The first block of each has the mixer in the place of attention.
@@ -46,6 +48,17 @@ def test_an_imported_model_is_that_of_transformers(family, tmp_path, capsys):
     status, text = diff(run, theirs, capsys)
     assert status == 0, text
     assert "rounding explains all tensors of step-000001.npz" in text
+
+
+def test_transformers_reads_the_corpus_of_the_run(tmp_path, capsys):
+    """Not random tokens, with which every tensor would differ."""
+    random = np.random.default_rng(1)
+    with IndexedDatasetWriter(str(tmp_path / "corpus"), V) as writer:
+        for _ in range(40):
+            writer.add_document(random.integers(V, size=2 * S))
+    run, theirs = traced_run(tmp_path, "llama", f"--data {tmp_path}/corpus --split 1,0,0")
+    status, text = diff(run, theirs, capsys)
+    assert status == 0, text
 
 
 def test_the_first_layer_that_differs_is_named(tmp_path, capsys):

@@ -241,7 +241,11 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
     if not names:
         raise RunError(f"{run} has no traces: train it with --trace-numerics STEP")
     ours = read(run / "numerics" / names[0])
-    sketches = activations(str(folder), run_files.config_of(str(run)), ours.about)
+    # The samples are the run's own. Those of its evaluations are not read.
+    unread: dict[str, Any] = {"eval_data": None, "eval_samples": 0}
+    read_by_run = replace(run_files.data_of(str(run)), **unread)
+    config = replace(run_files.config_of(str(run)), data=read_by_run)
+    sketches = activations(str(folder), config, ours.about)
     # `theirs` becomes a trace like ours, of one rank. The sketches of its parameters are 0, since
     # its pass has no gradients and no state, and the responses to rounding are those of our trace.
     about = ours.about | {"layout": asdict(Layout(dp=1))}

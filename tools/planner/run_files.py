@@ -19,7 +19,7 @@ from architecture.shape import ModelShape
 from base.errors import FileError, RunError, printable
 from base.regular_files import MOST_OF_ROWS, read_regular
 from config.command_line import build, check_option
-from config.run_options import DynamicScale
+from config.run_options import Data, DynamicScale
 from config.schema import GROUPS, SCHEDULES, Config
 from costs.auto_schedule import decide_layout
 from costs.hardware import Machine
@@ -124,6 +124,19 @@ def config_of(path: str) -> Config:
     ran = facts_of(path)["config"].get("layout", {})
     decided = {name: ran[name] for name in DECIDED if name in ran}
     return replace(config, layout=replace(config.layout, **decided))
+
+
+def data_of(path: str) -> Data:
+    """Return the options of the data that a run read; raise UserError as `facts_of` does.
+
+    Options of another version that this one does not know are left out.
+    """
+    values = facts_of(path)["config"].get("data", {})
+    known = {field.name for field in fields(Data)} & values.keys()
+    options: dict[str, Any] = {}
+    for name in known:
+        options[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
+    return Data(**options)
 
 
 def check_schedule(path: str, config: Config) -> None:
