@@ -473,7 +473,6 @@ def test_right_layouts_are_equal():
     assert lines[-1].startswith("equal: 18 layouts compute what one rank does")
 
 
-@pytest.mark.slow
 def test_a_choice_that_no_table_names_is_drawn():
     """Such as a new optimizer, whose writer need not know of the tables."""
     named = {"run": {"optimizer": [1, "adamw", "muon"], "lr_schedule": [0.5, "cosine"]}}
@@ -482,6 +481,7 @@ def test_a_choice_that_no_table_names_is_drawn():
     assert new_choices(named, "norm") == [], "it is in no table"
 
 
+@pytest.mark.slow
 def test_options_narrow_what_is_drawn():
     """Each drawn run has the given options, and of the others those that go with them."""
     words = ["--optimizer", "muon", "--set", "kv_lora_rank=12"]
