@@ -236,17 +236,23 @@ def _mixer(model: ModelShape, layers: int, heads: int) -> dict[str, Any]:
         heads = 1 if model.mixer_key_heads == 1 else 2
     mixes = flags_of(model.mixer_blocks, model.layers)
     pattern = "all" if all(mixes) else ",".join(str(1 - block % 2) for block in range(layers))
-    kinds = list(dict.fromkeys(model.hybrid_pattern))  # of blocks of one part each, in turn
-    parts = "".join(kinds[block % len(kinds)] for block in range(layers))
     return {
         "mixer_blocks": pattern,
-        "hybrid_pattern": "none" if model.hybrid_pattern == "none" else parts,
+        "hybrid_pattern": parts_in_turn(model.hybrid_pattern, layers),
         "mixer_key_heads": heads,
         "mixer_value_heads": values,
         "mixer_kernel": max(model.mixer_kernel, TAPS) if model.mixer_kernel > 1 else 1,
         "mixer_key_size": 4 if model.mixer_key_size == model.mixer_value_size else 6,
         "mixer_value_size": 4,
     }
+
+
+def parts_in_turn(pattern: str, layers: int) -> str:
+    """Return a hybrid_pattern for another number of blocks, with its kinds of blocks in turn."""
+    if pattern == "none":
+        return pattern
+    kinds = list(dict.fromkeys(pattern))
+    return "".join(kinds[block % len(kinds)] for block in range(layers))
 
 
 def _experts(model: ModelShape, layers: int) -> dict[str, int]:

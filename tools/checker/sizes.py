@@ -19,6 +19,7 @@ from base.errors import UserError
 from config import validation
 from config.run_options import Data, Run
 from config.schema import Config, Layout
+from tools.checker.shrink import parts_in_turn
 
 HEAD = 16  # the size of a head
 GROWING_HEADS = 4  # the number of heads, if their size grows
@@ -114,19 +115,14 @@ def _pattern(text: str, was: int, layers: int) -> str:
 
 
 def _parts(pattern: str, layers: int) -> str:
-    """Return a hybrid_pattern for another number of blocks, with the kinds of blocks in turn.
-
-    Raise UserError if there are more kinds than blocks.
-    """
-    if pattern == "none":
-        return pattern
-    kinds = list(dict.fromkeys(pattern))
+    """Return `parts_in_turn`; raise UserError if the pattern has more kinds than blocks."""
+    kinds = "" if pattern == "none" else "".join(dict.fromkeys(pattern))
     if layers < len(kinds):
         raise UserError(
-            f"hybrid_pattern has {len(kinds)} kinds of blocks ({''.join(kinds)}), which a model of "
+            f"hybrid_pattern has {len(kinds)} kinds of blocks ({kinds}), which a model of "
             f"{layers} blocks cannot have: give --depths of {len(kinds)} or more"
         )
-    return "".join(kinds[block % len(kinds)] for block in range(layers))
+    return parts_in_turn(pattern, layers)
 
 
 def _latent(was: ModelShape, width: int, size: int) -> dict[str, Any]:
